@@ -1,0 +1,1 @@
+"""The model's side: sessions, refiners, the decoder, preparation, evaluation and the command line."""

@@ -1,0 +1,1 @@
+"""The `strataflux` command: one module a command, each with a `register` function."""

@@ -1,0 +1,1 @@
+"""The service: stores, caches, the reader, sessions and the control plane; it never imports torch."""

@@ -1,0 +1,1 @@
+"""Numerics: each operation has a torch reference and fast versions with the same signature."""

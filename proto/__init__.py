@@ -1,0 +1,1 @@
+"""Every contract between processes: wire messages, shared-memory layouts, rings and the store format."""
