@@ -1,0 +1,74 @@
+"""What a decode step does about a record that is not in the cache.
+
+``skip``     keep the resident precision and go on; the record is fetched for later steps. The default.
+``wait:MS``  close the step, sleep until the record is there or MS milliseconds have passed, look again.
+"""
+
+import math
+from dataclasses import dataclass
+
+from strataflux.cache_policy.errors import MissPolicyError
+
+__all__ = ["MAX_WAIT_SECONDS", "MissPolicy", "Skip", "Wait", "parse_miss_policy"]
+
+MAX_WAIT_SECONDS = 60.0
+"""The longest deadline accepted: a step that waits longer is a stuck service, not a slow one."""
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Never wait: a miss costs accuracy in this step and nothing else."""
+
+    def __str__(self) -> str:
+        """The text that :func:`parse_miss_policy` reads."""
+        return "skip"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Wait for missing records until a deadline; what is still missing then is skipped.
+
+    Attributes:
+        deadline_seconds: from the first miss of a wait; above 0, at most :data:`MAX_WAIT_SECONDS`.
+
+    Raises:
+        MissPolicyError: when made with a deadline outside that range.
+    """
+
+    deadline_seconds: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.deadline_seconds <= MAX_WAIT_SECONDS:
+            raise MissPolicyError(
+                f"a wait of {self.deadline_seconds * 1000:g} ms was asked for; the deadline must be above 0 and at "
+                f"most {MAX_WAIT_SECONDS * 1000:g} ms; use 'skip' to not wait at all"
+            )
+
+    def __str__(self) -> str:
+        """The text that :func:`parse_miss_policy` reads."""
+        return f"wait:{self.deadline_seconds * 1000:g}"
+
+
+MissPolicy = Skip | Wait
+
+
+def parse_miss_policy(text: str) -> MissPolicy:
+    """Read ``skip`` or ``wait:MS`` (milliseconds, a decimal number).
+
+    Raises:
+        MissPolicyError: for any other text, with what was found and what is accepted.
+    """
+    if text == "skip":
+        return Skip()
+    name, colon, amount = text.partition(":")
+    if name != "wait" or not colon:
+        raise MissPolicyError(f"miss policy {text!r} is not known; expected 'skip' or 'wait:MS', such as 'wait:20'")
+    try:
+        milliseconds = float(amount)
+    except ValueError:
+        milliseconds = math.nan
+    if not math.isfinite(milliseconds):
+        raise MissPolicyError(
+            f"miss policy {text!r} has no number of milliseconds after 'wait:'; expected such as 'wait:20'"
+        )
+    return Wait(milliseconds / 1000)
