@@ -1,6 +1,6 @@
 """The on-disk store of refinement bits: manifest, packed records, checksums (FORMAT.md, "Store").
 
-A store is a folder of three files. ``manifest.json`` is canonical JSON that carries its own SHA-256, ``records.bin`` the
+A store is a folder of three files. ``manifest.json`` is JSON that carries its own SHA-256, ``records.bin`` the
 records at a 64-byte stride after a 4096-byte header, ``records.crc`` one CRC-32C a record. A :class:`StoreWriter` makes
 them in a sibling folder and publishes it by rename: a store is whole or it is not there. :func:`open_store` believes
 nothing it reads before it has bounded and checked it.
@@ -89,7 +89,7 @@ class Section:
 
 @dataclass(frozen=True)
 class StoreManifest:
-    """A validated manifest. ``identity_digest`` is the store's name; ``generation`` grows with each update or repair."""
+    """A validated manifest. ``identity_digest`` is the store's name; ``generation`` grows with each update."""
 
     folder: Path
     identity: Mapping[str, Any]
