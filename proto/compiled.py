@@ -30,13 +30,18 @@ import llvmlite.binding
 import numba
 import numba.core.config
 
-__all__ = ["CompiledCacheError", "cache_folder", "compiled", "source_digest"]
+__all__ = ["PACKAGE_ROOT", "CompiledCacheError", "cache_folder", "cache_root", "compiled", "source_digest"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 PACKAGE_ROOT = Path(__file__).parent.parent
-FOLDERS = ("proto", "cache_policy", "daemon", "client", "kernels")
-UNUSED_SECONDS = 30 * 24 * 3600
+"""The folder that is ``strataflux``: the installed one, or the one of links in a checkout."""
+
+_FOLDERS = ("proto", "cache_policy", "daemon", "client", "kernels")
+_UNUSED_SECONDS = 30 * 24 * 3600
+
+# Numba fills this module from the environment at import, which hides its names from type checkers.
+_numba_config: Any = numba.core.config
 
 _IMPORT = re.compile(
     rb"^[ \t]*(?:from[ \t]+(strataflux[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)|import[ \t]+(strataflux[\w.]*))",
@@ -61,26 +66,23 @@ def compiled(fn: F) -> F:
     # Numba reads its setting while it decorates. It is put back at once: other users of Numba in this process
     # keep their own cache folder.
     with _decorating:
-        previous = numba.core.config.CACHE_DIR
-        numba.core.config.CACHE_DIR = folder
+        previous = _numba_config.CACHE_DIR
+        _numba_config.CACHE_DIR = folder
         try:
             decorate = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
             return cast(F, decorate(fn))
         finally:
-            numba.core.config.CACHE_DIR = previous
+            _numba_config.CACHE_DIR = previous
 
 
 @cache
 def cache_folder() -> Path:
-    """The checked folder for this digest, made if need be; chosen once a process.
-
-    It lies in the first of ``$STRATAFLUX_COMPILED_DIR``, ``$CACHE_DIRECTORY/compiled`` (set by systemd),
-    ``$XDG_CACHE_HOME/strataflux/compiled`` and ``~/.cache/strataflux/compiled``.
+    """The checked folder for this digest, below :func:`cache_root`; made if need be, chosen once a process.
 
     Raises:
         CompiledCacheError: as :func:`compiled`.
     """
-    root = _root()
+    root = cache_root()
     _make_private(root, forbidden=0o022)
     folder = root / source_digest(PACKAGE_ROOT)
     # Numba makes folders below this one with the caller's umask, so this one must keep everybody else out.
@@ -88,6 +90,29 @@ def cache_folder() -> Path:
     os.utime(folder)
     _prune(root, keep=folder)
     return folder
+
+
+def cache_root() -> Path:
+    """Where the folders of all digests lie: the first that the environment names.
+
+    ``$STRATAFLUX_COMPILED_DIR``; ``$CACHE_DIRECTORY/compiled``, which systemd sets; ``$XDG_CACHE_HOME/strataflux/compiled``;
+    ``~/.cache/strataflux/compiled``.
+
+    Raises:
+        CompiledCacheError: when none is named and the user has no home folder.
+    """
+    if chosen := os.environ.get("STRATAFLUX_COMPILED_DIR"):
+        return Path(chosen)
+    if service := os.environ.get("CACHE_DIRECTORY"):
+        return Path(service.split(":")[0]) / "compiled"
+    if user := os.environ.get("XDG_CACHE_HOME"):
+        return Path(user) / "strataflux" / "compiled"
+    try:
+        return Path.home() / ".cache" / "strataflux" / "compiled"
+    except RuntimeError as error:
+        raise CompiledCacheError(
+            "no folder for compiled code: this user has no home folder; set STRATAFLUX_COMPILED_DIR to a private one"
+        ) from error
 
 
 def source_digest(package_root: Path) -> str:
@@ -111,7 +136,7 @@ def source_digest(package_root: Path) -> str:
 
 
 def _python_files(package_root: Path) -> Iterator[Path]:
-    for top in FOLDERS:
+    for top in _FOLDERS:
         for folder, _, names in os.walk(package_root / top):
             yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
@@ -129,21 +154,6 @@ def _imported(text: bytes, sources: dict[str, bytes]) -> set[str]:
         candidates = {parent, plain} | {f"{parent}.{name}" for name in re.findall(r"\w+", names)}
         found |= candidates & sources.keys()
     return found
-
-
-def _root() -> Path:
-    if chosen := os.environ.get("STRATAFLUX_COMPILED_DIR"):
-        return Path(chosen)
-    if service := os.environ.get("CACHE_DIRECTORY"):
-        return Path(service.split(":")[0]) / "compiled"
-    if user := os.environ.get("XDG_CACHE_HOME"):
-        return Path(user) / "strataflux" / "compiled"
-    try:
-        return Path.home() / ".cache" / "strataflux" / "compiled"
-    except RuntimeError as error:
-        raise CompiledCacheError(
-            "no folder for compiled code: this user has no home folder; set STRATAFLUX_COMPILED_DIR to a private one"
-        ) from error
 
 
 def _make_private(folder: Path, forbidden: int) -> None:
@@ -171,7 +181,7 @@ def _make_private(folder: Path, forbidden: int) -> None:
 
 def _prune(root: Path, keep: Path) -> None:
     """Remove folders of other digests whose last use is older than thirty days."""
-    oldest = time.time() - UNUSED_SECONDS
+    oldest = time.time() - _UNUSED_SECONDS
     for entry in os.scandir(root):
         if not _DIGEST_NAME.fullmatch(entry.name) or entry.name == keep.name:
             continue

@@ -1,0 +1,56 @@
+"""The ``strataflux`` command.
+
+Each command is a module of this folder with a function ``register(app)``; a new one is added to ``COMMANDS``. Modules
+import what is heavy (torch, the decoder, compiled code) inside their command, so that ``--help`` and ``--version``
+answer at once.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from strataflux import __version__
+from strataflux.client.cli.output import EXIT_ERROR, print_error
+from strataflux.client.errors import StrataFluxError
+from strataflux.proto.errors import ContractError
+
+__all__ = ["COMMANDS", "build_app", "main"]
+
+COMMANDS: tuple[str, ...] = ()
+"""Modules of ``strataflux.client.cli`` that hold commands, in the order ``--help`` lists them."""
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"strataflux {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Accuracy of low-bit language models, given back from refinement bits that a daemon serves."""
+
+
+def build_app() -> typer.Typer:
+    """The whole command: imports every module of ``COMMANDS`` and lets it register itself."""
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+    app.callback()(_root)
+    for name in COMMANDS:
+        importlib.import_module(f"strataflux.client.cli.{name}").register(app)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and leave the process: 0 when it worked, 2 with an explanation when it was refused."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        build_app()(args=words, prog_name="strataflux")
+    except (StrataFluxError, ContractError) as error:
+        print_error(error, as_json="--json" in words)
+        sys.exit(EXIT_ERROR)
