@@ -62,6 +62,7 @@ __all__ = [
     "segment_pages",
     "shrink",
     "take_slot",
+    "trim",
     "want_page",
 ]
 
@@ -151,6 +152,20 @@ def grow(b: Budget, budget: int, segment: int) -> bool:
     pool.unused += b.sizes[1]
     pool.first = min(pool.first, first)
     return True
+
+
+@compiled
+def trim(b: Budget, segment: int, pages: int) -> int:
+    """Only the first ``pages`` of a segment whose pages are all UNUSED have memory: the rest leave at once.
+
+    Call it right after ``grow``, for a budget that is no multiple of a segment. Returns the pages that are left.
+    """
+    first = segment * b.sizes[1]
+    for page in range(first + pages, first + b.sizes[1]):
+        if b.pages[page].state == UNUSED:
+            b.pools[b.pages[page].budget].unused -= 1
+            _leave(b, page)
+    return segment_pages(b, segment)
 
 
 @compiled
