@@ -95,8 +95,8 @@ def cache_folder() -> Path:
 def cache_root() -> Path:
     """Where the folders of all digests lie: the first that the environment names.
 
-    ``$STRATAFLUX_COMPILED_DIR``; ``$CACHE_DIRECTORY/compiled``, which systemd sets; ``$XDG_CACHE_HOME/strataflux/compiled``;
-    ``~/.cache/strataflux/compiled``.
+    ``$STRATAFLUX_COMPILED_DIR``; ``$CACHE_DIRECTORY/compiled``, which systemd sets;
+    ``$XDG_CACHE_HOME/strataflux/compiled``; ``~/.cache/strataflux/compiled``.
 
     Raises:
         CompiledCacheError: when none is named and the user has no home folder.

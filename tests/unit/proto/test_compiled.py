@@ -1,0 +1,198 @@
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numba.core.config
+import pytest
+
+from strataflux.proto import compiled as module
+from strataflux.proto.compiled import (
+    PACKAGE_ROOT,
+    CompiledCacheError,
+    cache_folder,
+    cache_root,
+    compiled,
+    source_digest,
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A private root for compiled code; the process's own choice is put back afterwards."""
+    folder = tmp_path / "compiled"
+    monkeypatch.setenv("STRATAFLUX_COMPILED_DIR", str(folder))
+    cache_folder.cache_clear()
+    yield folder
+    cache_folder.cache_clear()
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package in which ``user`` is compiled, calls into ``callee`` and takes a constant from ``layout``."""
+    folder = tmp_path / "package"
+    files = {
+        "proto/compiled.py": "def compiled(fn): return fn\n",
+        "proto/callee.py": "from strataflux.proto import layout\n",
+        "proto/layout.py": "SIZE = 1\n",
+        "daemon/user.py": (
+            "from strataflux.proto.compiled import compiled\nfrom strataflux.proto.callee import (\n    f,\n    g,\n)\n"
+        ),
+        "client/apart.py": "import strataflux.proto.layout\n",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_compiled_function_computes_what_it_says(root: Path) -> None:
+    @compiled
+    def divide(a: float, b: float) -> float:
+        return a / b
+
+    assert divide(1.0, 4.0) == 0.25
+    assert divide(1.0, 0.0) == float("inf")
+
+
+def test_machine_code_lands_in_the_digest_folder(root: Path) -> None:
+    @compiled
+    def double(a: int) -> int:
+        return a + a
+
+    assert double(21) == 42
+    assert list((root / source_digest(PACKAGE_ROOT)).rglob("*.nbc"))
+
+
+def test_numba_setting_of_others_is_put_back(root: Path) -> None:
+    before = vars(numba.core.config)["CACHE_DIR"]
+    compiled(lambda a: a)
+    assert vars(numba.core.config)["CACHE_DIR"] == before
+
+
+@pytest.mark.parametrize("changed", ["proto/compiled.py", "proto/callee.py", "proto/layout.py", "daemon/user.py"])
+def test_digest_follows_what_compiled_code_depends_on(package: Path, changed: str) -> None:
+    before = source_digest(package)
+    with (package / changed).open("a") as file:
+        file.write("# changed\n")
+    assert source_digest(package) != before
+
+
+def test_digest_ignores_files_without_compiled_code(package: Path) -> None:
+    before = source_digest(package)
+    (package / "client/apart.py").write_text("# changed\n")
+    assert source_digest(package) == before
+
+
+def test_digest_covers_this_package(root: Path) -> None:
+    names = {path.relative_to(PACKAGE_ROOT).as_posix() for path in module._python_files(PACKAGE_ROOT)}
+    assert {"proto/compiled.py", "proto/ring.py", "cache_policy/lru.py"} <= names
+
+
+def test_folders_are_private(root: Path) -> None:
+    old = os.umask(0)
+    try:
+        folder = cache_folder()
+    finally:
+        os.umask(old)
+    assert folder.parent == root
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert root.stat().st_mode & 0o777 == 0o700
+
+
+def test_root_that_others_may_write_is_refused(root: Path) -> None:
+    root.mkdir()
+    root.chmod(0o770)
+    with pytest.raises(CompiledCacheError, match=r"mode 0770, expected at most 0755.*STRATAFLUX_COMPILED_DIR"):
+        cache_folder()
+
+
+def test_digest_folder_that_others_may_read_is_refused(root: Path) -> None:
+    folder = cache_folder()
+    folder.chmod(0o755)
+    cache_folder.cache_clear()
+    with pytest.raises(CompiledCacheError, match="mode 0755, expected at most 0700"):
+        cache_folder()
+
+
+def test_folder_of_another_user_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = os.geteuid()
+    root.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(CompiledCacheError, match=f"belongs to uid {owner}, expected {owner + 1}"):
+        cache_folder()
+
+
+def test_link_in_place_of_the_folder_is_refused(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    root.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CompiledCacheError, match="is a link"):
+        cache_folder()
+
+
+def test_file_in_place_of_the_parent_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("STRATAFLUX_COMPILED_DIR", str(tmp_path / "file" / "compiled"))
+    with pytest.raises(CompiledCacheError, match="cannot be kept in"):
+        cache_folder()
+
+
+def test_root_is_the_first_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.delenv("STRATAFLUX_COMPILED_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("CACHE_DIRECTORY", raising=False)
+    assert cache_root() == Path("/home/someone/.cache/strataflux/compiled")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_root() == Path("/xdg/strataflux/compiled")
+    monkeypatch.setenv("CACHE_DIRECTORY", "/var/cache/a:/var/cache/b")
+    assert cache_root() == Path("/var/cache/a/compiled")
+    monkeypatch.setenv("STRATAFLUX_COMPILED_DIR", "/own")
+    assert cache_root() == Path("/own")
+
+
+def test_only_long_unused_digest_folders_are_pruned(root: Path) -> None:
+    now = time.time()
+    old, recent, foreign = root / ("a" * 32), root / ("b" * 32), root / "notes"
+    for folder, days in ((old, 31), (recent, 29), (foreign, 31)):
+        folder.mkdir(parents=True, mode=0o700)
+        (folder / "code.nbc").write_text("")
+        os.utime(folder, (now - days * 86400,) * 2)
+    root.chmod(0o700)
+    kept = cache_folder()
+    assert not old.exists()
+    assert recent.exists()
+    assert foreign.exists()
+    assert kept.exists()
+
+
+def test_changed_callee_is_not_served_from_the_cache(tmp_path: Path) -> None:
+    """What the digest is for: with Numba's own check alone the second run prints the first one's answer."""
+    for folder in module._FOLDERS:
+        (tmp_path / "strataflux" / folder).mkdir(parents=True)
+    (tmp_path / "strataflux/proto/compiled.py").write_text(Path(module.__file__).read_text())
+    callee = tmp_path / "strataflux/proto/callee.py"
+    head = "from strataflux.proto.compiled import compiled\n"
+    (tmp_path / "strataflux/daemon/caller.py").write_text(
+        f"{head}from strataflux.proto.callee import value\n\n"
+        "@compiled\ndef outer() -> int:\n    return value()\n\nprint(outer())\n"
+    )
+    answers = []
+    for value in (1, 2):
+        callee.write_text(head + f"\n@compiled\ndef value() -> int:\n    return {value}\n")
+        run = subprocess.run(
+            [sys.executable, "-c", "import strataflux.daemon.caller"],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(tmp_path),
+                "PYTHONSAFEPATH": "1",
+                "STRATAFLUX_COMPILED_DIR": str(tmp_path / "compiled"),
+            },
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        answers.append(run.stdout.strip())
+    assert answers == ["1", "2"]
