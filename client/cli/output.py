@@ -116,7 +116,8 @@ def progress(label: str, total: int | None = None) -> Iterator[Advance]:
     finally:
         timer.cancel()
         timer.join()
-        display.stop()
+        if display.live.is_started:
+            display.stop()
 
 
 def _plain(value: object) -> object:
