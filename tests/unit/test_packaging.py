@@ -1,0 +1,108 @@
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import strataflux
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("daemon", "client", "proto", "kernels", "cache_policy")
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]  # type: ignore[no-any-return]
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = (line.split("==") for line in lines if line and not line.startswith("#"))
+    return {normal(name): version for name, version in pairs}
+
+
+def source_names() -> set[str]:
+    """What a wheel has to hold, told from the working tree."""
+    names = {"strataflux/__init__.py", "strataflux/py.typed"}
+    for top in FOLDERS:
+        for folder, inner, files in os.walk(ROOT / top):
+            inner[:] = [name for name in inner if name != "__pycache__" and not name.startswith(".")]
+            path = Path(folder).relative_to(ROOT)
+            names |= {f"strataflux/{path.as_posix()}/{name}" for name in files if not name.endswith(".pyc")}
+    return names
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist of the working tree, and the wheel made from that sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT],
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+    return folder
+
+
+def test_wheel_from_sdist_holds_every_source(built: Path) -> None:
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert held == source_names()
+
+
+def test_sdist_holds_what_its_readers_need(built: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        held = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "tests/conftest.py"} <= held
+    assert not [name for name in held if name.startswith(tuple(f".importroot/strataflux/{top}" for top in FOLDERS))]
+
+
+def test_import_root_links_to_the_real_folders() -> None:
+    for top in FOLDERS:
+        link = ROOT / ".importroot" / "strataflux" / top
+        assert link.is_symlink()
+        assert os.readlink(link) == f"../../{top}"
+
+
+def test_version_is_the_same_everywhere() -> None:
+    version = project()["version"]
+    assert strataflux.__version__ == version
+    assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_every_dependency_is_pinned() -> None:
+    listed = [
+        *project()["dependencies"],
+        *(need for extra in project()["optional-dependencies"].values() for need in extra),
+    ]
+    names = {normal(re.split(r"[^\w.-]", need)[0]) for need in listed}
+    assert names - pins().keys() == set()
+
+
+def test_pins_install_on_any_machine() -> None:
+    """A local version tag, as in 2.13.0+cpu, exists on one index only."""
+    assert pins()["torch"] == "2.13.0"
+    assert not [version for version in pins().values() if "+" in version]
+
+
+def test_liburing_is_pinned_to_the_version_that_runs_without_avx512() -> None:
+    assert project()["optional-dependencies"]["liburing"] == ["liburing==2024.5.3"]
+
+
+def test_make_without_a_target_explains_every_target() -> None:
+    said = subprocess.run(["make", "-C", ROOT], capture_output=True, text=True, check=True).stdout
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert phony
+    listed = [line.split()[0] for line in said.splitlines() if line.startswith("  ")]
+    assert listed == phony[1].split()
