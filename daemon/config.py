@@ -1,0 +1,247 @@
+"""Configuration: one TOML file and a few flags become frozen dataclasses, or the start stops with the reason.
+
+Nothing is ignored: an unknown key, a value of another kind and one out of bounds are errors that name file and key.
+Order of precedence: flag, file, default. systemd/stratafluxd.toml shows every key.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from strataflux.daemon import values
+from strataflux.daemon.errors import ConfigError
+from strataflux.daemon.values import Address, key
+from strataflux.proto import layout
+
+__all__ = [
+    "AttachConfig",
+    "CacheConfig",
+    "Config",
+    "LifeConfig",
+    "LogConfig",
+    "MetricsConfig",
+    "Override",
+    "ReaderConfig",
+    "StoreConfig",
+    "load_config",
+    "resolve_config",
+]
+
+_MIB: Final = 1 << 20
+_LARGEST_BUDGET: Final = layout.MAX_SEGMENTS * layout.SEGMENT_MAX_BYTES
+_FILE_MAX_BYTES: Final = 1 << 20
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """One ``[[store]]``."""
+
+    path: Path
+    # behaviour
+    share: str = key(values.choice("all", "uid", "session"), "all")
+    """Who may use the store at the same time. Sharing slots lets one user time what another looked up; narrower sharing
+    costs the second user: it is refused until the first has gone."""
+    allow_uids: tuple[int, ...] | None = key(values.user_list, None)
+    allow_groups: tuple[int, ...] | None = key(values.group_list, None)
+    """Absent: anybody who can reach the socket. root and the daemon's own user are always allowed."""
+    # performance
+    preload: bool = key(values.boolean, False)
+    """Reading ahead costs one sequential pass over the store; without it the cache warms by misses."""
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """``[cache]``. Performance: memory that is taken at the start and given back at the end."""
+
+    weight_bytes: int = key(values.size(_MIB, _LARGEST_BUDGET), 128 * _MIB)
+    """A small share of a model's records already holds most look-ups; each byte is pinned shared memory."""
+    kv_bytes: int = key(values.size(_MIB, _LARGEST_BUDGET), 128 * _MIB)
+
+
+@dataclass(frozen=True)
+class ReaderConfig:
+    """``[reader]``."""
+
+    # behaviour
+    direct_io: str = key(values.choice("require", "prefer", "off"), "prefer")
+    """``prefer`` falls back to the page cache where a file system refuses direct reads, which costs memory twice."""
+    grace_seconds: float = key(values.seconds(0.05, 60), 2.0)
+    """How long a step may hold evicted slots before its session is fenced; longer suits slow decoders and keeps slots."""
+    # performance
+    engine: str = key(values.choice("uring", "threads"), "uring")
+    """``threads`` works where containers forbid io_uring, at about twice the CPU per read."""
+    queue_depth: int = key(values.number(1, 1024), 128)
+    """Reads in flight; each costs a bounce buffer of one record's window."""
+    threads: int = key(values.number(1, 64), 4)
+    """Of the ``threads`` engine only; more than the cores at hand cut throughput."""
+
+
+@dataclass(frozen=True)
+class AttachConfig:
+    """``[attach]``. Behaviour: bounds on what clients may hold."""
+
+    max_sessions: int = key(values.number(1, layout.MAX_SESSIONS), layout.MAX_SESSIONS)
+    """Every session costs one look at its page per sweep and a segment of stamps (4 bytes a 256 bytes of cache)."""
+    max_sessions_per_uid: int = key(values.number(1, layout.MAX_SESSIONS), 16)
+    hello_seconds: float = key(values.seconds(0.001, 60), 2.0)
+    """A connection that says nothing holds a descriptor for this long."""
+
+
+@dataclass(frozen=True)
+class LifeConfig:
+    """``[life]``. Behaviour."""
+
+    drain_seconds: float = key(values.seconds(0, 600), 5.0)
+    """The most that a stop waits for reads in flight; a second signal ends the wait."""
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """``[metrics]``. Behaviour."""
+
+    listen: Address | None = key(values.address, None)  # noqa: RUF009 – a field, as in the other sections
+    """Off unless set: the port is readable by everybody who reaches it, and costs one thread."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """``[log]``. Behaviour."""
+
+    level: str = key(values.choice("debug", "info", "warning", "error"), "info")
+    json: bool = key(values.boolean, False)
+
+
+@dataclass(frozen=True)
+class Config:
+    """All of it. ``runtime_dir`` is None where neither file nor flag names one: the environment decides then."""
+
+    runtime_dir: Path | None = None
+    stores: tuple[StoreConfig, ...] = ()
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    reader: ReaderConfig = field(default_factory=ReaderConfig)
+    attach: AttachConfig = field(default_factory=AttachConfig)
+    life: LifeConfig = field(default_factory=LifeConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True)
+class Override:
+    """A flag's value for one key, such as ``cache.weight_bytes``."""
+
+    key: str
+    flag: str
+    value: object
+
+
+def load_config(path: Path | None, overrides: Sequence[Override] = (), stores: Sequence[str] = ()) -> Config:
+    """The configuration in file ``path`` (None: defaults), with flags over it and ``stores`` added to its stores.
+
+    Raises:
+        ConfigError: whatever cannot be followed, by file and key, or by flag.
+    """
+    return resolve_config({} if path is None else _read(path), str(path), overrides, stores)
+
+
+def resolve_config(
+    table: Mapping[str, Any], source: str, overrides: Sequence[Override] = (), stores: Sequence[str] = ()
+) -> Config:
+    """As :func:`load_config`, for a table that was parsed from ``source``."""
+    sections = {
+        "cache": CacheConfig,
+        "reader": ReaderConfig,
+        "attach": AttachConfig,
+        "life": LifeConfig,
+        "metrics": MetricsConfig,
+        "log": LogConfig,
+    }
+    known = {"runtime_dir", "store", *sections}
+    _refuse_unknown(table, known, source, "")
+    flags = {override.key: override for override in overrides}
+    runtime_dir = None
+    if "runtime_dir" in flags:
+        runtime_dir = _parse(values.folder, flags["runtime_dir"].value, flags["runtime_dir"].flag)
+    elif "runtime_dir" in table:
+        runtime_dir = _parse(values.folder, table["runtime_dir"], f"{source}:runtime_dir")
+    parsed: dict[str, Any] = {
+        name: _section(kind, table.get(name, {}), source, name, flags) for name, kind in sections.items()
+    }
+    return Config(runtime_dir=runtime_dir, stores=_stores(table.get("store", []), source, stores), **parsed)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_FILE_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(path, str(error.strerror), "a readable TOML file", "check the path and its mode") from error
+    if len(raw) > _FILE_MAX_BYTES:
+        raise ConfigError(path, f"more than {_FILE_MAX_BYTES} bytes", "a TOML file within that", "check the path")
+    try:
+        return tomllib.loads(raw.decode())
+    except ValueError as error:
+        remedy = "mend it; systemd/stratafluxd.toml shows every key"
+        raise ConfigError(path, f"no TOML ({error})", "a TOML file in UTF-8", remedy) from error
+
+
+def _stores(raw: object, source: str, added: Sequence[str]) -> tuple[StoreConfig, ...]:
+    if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
+        raise ConfigError(f"{source}:store", _shown(raw), "[[store]] tables", "write [[store]], once a store")
+    found: list[StoreConfig] = []
+    for number, table in enumerate(raw):
+        prefix = f"store[{number}]"
+        if "path" not in table:
+            raise ConfigError(f"{source}:{prefix}.path", "no such key", values.folder.expected, "name the store")
+        path = _parse(values.folder, table["path"], f"{source}:{prefix}.path")
+        rest = {name: value for name, value in table.items() if name != "path"}
+        found.append(_section(StoreConfig, rest, source, prefix, {}, path=path))
+    found.extend(StoreConfig(_parse(values.folder, path, "--store")) for path in added)
+    _refuse_twice(found, source)
+    return tuple(found)
+
+
+def _refuse_twice(stores: Sequence[StoreConfig], source: str) -> None:
+    paths = [store.path for store in stores]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigError(f"{source}:store", f"{path} twice", "each store once", "remove one of the two")
+
+
+def _section(kind: type[S], table: object, source: str, prefix: str, flags: Mapping[str, Override], **given: Any) -> S:
+    if not isinstance(table, Mapping):
+        raise ConfigError(
+            f"{source}:{prefix}", _shown(table), f"a table [{prefix}]", f"write [{prefix}] above its keys"
+        )
+    keys = {f.name: f.metadata["kind"] for f in fields(kind) if "kind" in f.metadata}  # type: ignore[arg-type]
+    _refuse_unknown(table, keys.keys() | given.keys(), source, f"{prefix}.")
+    chosen = {name: _parse(keys[name], value, f"{source}:{prefix}.{name}") for name, value in table.items()}
+    for name, value_kind in keys.items():
+        if (override := flags.get(f"{prefix}.{name}")) is not None:
+            chosen[name] = _parse(value_kind, override.value, override.flag)
+    return kind(**given, **chosen)
+
+
+def _refuse_unknown(table: Mapping[str, Any], known: "set[str]", source: str, prefix: str) -> None:
+    for name in table:
+        if name not in known:
+            raise ConfigError(
+                f"{source}:{prefix}{name}",
+                "an unknown key",
+                f"one of {', '.join(sorted(known))}",
+                "remove it, or mend its spelling",
+            )
+
+
+def _parse(kind: values.Kind[S], value: object, subject: str) -> S:
+    try:
+        return kind.parse(value)
+    except ValueError as error:
+        raise ConfigError(subject, str(error) or _shown(value), kind.expected, "mend the value") from error
+
+
+def _shown(value: object) -> str:
+    return f"{value!r}"[:120]

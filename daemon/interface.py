@@ -1,0 +1,117 @@
+"""What the parts around the reader ask of it: the requests, the answers and the calls, without the reader itself.
+
+Attach, control, metrics and the server's life are written against :class:`Reader`, so they run in tests without
+compiled code, and a start that fails early does not pay for importing it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from strataflux.daemon.stats import Stats
+from strataflux.proto.messages import KvGeometry, SegmentInfo, TableInfo
+
+__all__ = ["Manifest", "OpenedSession", "Reader", "ServedStore", "SessionRequest"]
+
+
+@dataclass(frozen=True)
+class SessionRequest:
+    """An attachment that was checked and may be opened. ``stores`` are indices of served stores, in table order."""
+
+    uid: int
+    gid: int
+    pid: int
+    stores: tuple[int, ...]
+    ring_log2: int
+    kv: KvGeometry | None
+
+
+class OpenedSession(Protocol):
+    """A session that the reader already has in its table. Whoever asked for it closes ``descriptors`` after sending."""
+
+    index: int
+    session_id: int
+    tables: list[TableInfo]
+    segments: list[SegmentInfo]
+    ring_log2: int
+    stamps_count: int
+    staging_block_bytes: int
+    descriptors: list[int]
+
+
+class Manifest(Protocol):
+    """The part of a store's manifest that is shown to clients and operators."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the store lies."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What the bytes are: weights, architecture, quantizer, layout, version."""
+
+    @property
+    def identity_digest(self) -> str:
+        """SHA-256 of the identity: the store's name."""
+
+    @property
+    def generation(self) -> int:
+        """Grows with each update of the store."""
+
+    @property
+    def record_count(self) -> int:
+        """Number of records."""
+
+    @property
+    def records_bytes(self) -> int:
+        """Size of the file of records."""
+
+
+class ServedStore(Protocol):
+    """A store that is open. The index in the list of served stores is its name towards the reader."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its validated manifest."""
+
+    @property
+    def preload(self) -> bool:
+        """Whether the whole store is read ahead."""
+
+
+class Reader(Protocol):
+    """The reader thread as seen from the event loop and the metrics thread."""
+
+    @property
+    def generation(self) -> int:
+        """Random number of this run of the daemon: what clients mapped under another one is void."""
+
+    @property
+    def engine(self) -> str:
+        """The engine that runs: ``uring`` or ``threads``."""
+
+    @property
+    def direct_io(self) -> str:
+        """How reads are done in fact: ``direct``, ``buffered`` or ``mixed``."""
+
+    def start(self) -> None:
+        """Allocate, compile if needed, start; returns when the loop runs. Raises DaemonError."""
+
+    def open_session(self, request: SessionRequest) -> OpenedSession:
+        """Thread-safe, blocks for milliseconds at most. Raises DaemonError when no session can be made."""
+
+    def close_session(self, index: int) -> None:
+        """Thread-safe. Frees the session's grace holds at once."""
+
+    def snapshot(self) -> Stats:
+        """Thread-safe, at any time between start and stop; never stops the reader."""
+
+    def progress(self) -> tuple[int, bool]:
+        """A count that grows with each unit of data-path progress, and whether anything is in flight."""
+
+    def begin_drain(self) -> None:
+        """Take no more requests from the rings; what is in flight ends."""
+
+    def stop(self) -> None:
+        """Cancel, reap everything, join the thread, unmap. Idempotent."""
