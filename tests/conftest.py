@@ -11,7 +11,7 @@ _FOREIGN = ("XDG_RUNTIME_DIR", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID",
 _KEPT = "STRATAFLUX_COMPILED_DIR"
 
 # Named once for this process and all it starts: tests may point HOME elsewhere, and compiling anew takes minutes.
-os.environ[_KEPT] = str(cache_root())
+os.environ[_KEPT] = str(cache_root().absolute())
 
 # Read by torch and OpenMP when they are first imported, here and in processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "2")

@@ -172,6 +172,7 @@ def test_changed_callee_is_not_served_from_the_cache(tmp_path: Path) -> None:
     """What the digest is for: with Numba's own check alone the second run prints the first one's answer."""
     for folder in module._FOLDERS:
         (tmp_path / "strataflux" / folder).mkdir(parents=True)
+    (tmp_path / "strataflux/__init__.py").write_text("")
     (tmp_path / "strataflux/proto/compiled.py").write_text(Path(module.__file__).read_text())
     callee = tmp_path / "strataflux/proto/callee.py"
     head = "from strataflux.proto.compiled import compiled\n"
