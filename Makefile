@@ -20,6 +20,7 @@ help:  ## List the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 10
 
 setup: .venv/.ready  ## Make .venv and install everything into it, at the versions of constraints.txt
+	@:
 
 demo: setup  ## Show a low-bit model getting its accuracy back through the daemon
 	.venv/bin/strataflux demo
