@@ -1,0 +1,1 @@
+"""Offline preparation: read a model, quantize it, and write resident weights beside refinement bits."""

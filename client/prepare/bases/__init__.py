@@ -1,0 +1,1 @@
+"""Low-bit bases: each turns a weight matrix into codes, scales and zero-points."""

@@ -1,0 +1,160 @@
+"""Read a Hugging Face folder of the Llama architecture: ``config.json``, ``*.safetensors``,
+``tokenizer.json``.
+"""
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from strataflux.client.prepare.errors import DamagedModel, UnsupportedModel
+from strataflux.client.prepare.source import fused_layer, part_shapes, require_tensor
+from strataflux.client.runtime.models import LayerWeights, ModelConfig, ModelConfigError
+from strataflux.client.runtime.rope import llama3_divisors
+
+__all__ = ["HfSource"]
+
+_PARTS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+class HfSource:
+    """A folder of safetensors files, mapped; tensors are read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the configuration of ``folder`` and find which file holds which tensor."""
+        self.path = folder
+        self._json = _read_json(folder / "config.json")
+        if self._json.get("architectures") != ["LlamaForCausalLM"]:
+            raise UnsupportedModel(
+                folder / "config.json",
+                f"architectures = {self._json.get('architectures')}",
+                "['LlamaForCausalLM']",
+                "use a Llama-architecture model",
+            )
+        for name in ("attention_bias", "mlp_bias"):
+            if self._json.get(name):
+                raise UnsupportedModel(folder / "config.json", f"{name} = true", "no biases", "use another model")
+        self._files = self._index()
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """The model's dimensions."""
+        heads, hidden = self._setting("num_attention_heads"), self._setting("hidden_size")
+        head_dim = self._json.get("head_dim") or hidden // heads
+        rope = self._json.get("rope_parameters") or self._json.get("rope_scaling") or {}
+        theta = float(rope.get("rope_theta") or self._json.get("rope_theta", 10000.0))
+        try:
+            return ModelConfig(
+                vocabulary=self._setting("vocab_size"),
+                hidden=hidden,
+                intermediate=self._setting("intermediate_size"),
+                layers=self._setting("num_hidden_layers"),
+                heads=heads,
+                kv_heads=self._json.get("num_key_value_heads") or heads,
+                head_dim=head_dim,
+                context=self._setting("max_position_embeddings"),
+                rope_theta=theta,
+                norm_epsilon=float(self._setting("rms_norm_eps")),
+                tied_head=bool(self._json.get("tie_word_embeddings", False)),
+                rope_divisors=self._rope_divisors(rope, head_dim, theta),
+            )
+        except ModelConfigError as error:
+            raise DamagedModel(
+                self.path / "config.json", str(error), "consistent dimensions", "download the model again"
+            ) from error
+
+    def embedding(self) -> Tensor:
+        """[vocabulary, hidden]."""
+        return self._tensor("model.embed_tokens.weight", (self.config.vocabulary, self.config.hidden))
+
+    def norm(self) -> Tensor:
+        """The norm before the head, [hidden]."""
+        return self._tensor("model.norm.weight", (self.config.hidden,))
+
+    def head(self) -> Tensor:
+        """The output head [vocabulary, hidden]."""
+        return self._tensor("lm_head.weight", (self.config.vocabulary, self.config.hidden))
+
+    def layer(self, index: int) -> LayerWeights:
+        """Layer ``index``, with its projection sets fused."""
+        prefix, shapes = f"model.layers.{index}.", part_shapes(self.config)
+        parts = {part: self._tensor(f"{prefix}{_PARTS[part]}.weight", shape) for part, shape in shapes.items()}
+        norms = [
+            self._tensor(f"{prefix}{name}.weight", (self.config.hidden,))
+            for name in ("input_layernorm", "post_attention_layernorm")
+        ]
+        return fused_layer((norms[0], norms[1]), parts)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer in ``tokenizer.json``."""
+        path = self.path / "tokenizer.json"
+        if not path.is_file():
+            raise UnsupportedModel(self.path, "no tokenizer.json", "tokenizer.json", "save a fast tokenizer there")
+        return Tokenizer.from_file(str(path))
+
+    def _index(self) -> dict[str, Path]:
+        """{tensor: file} over all shards, with the files' headers checked."""
+        files = sorted(self.path.glob("*.safetensors"))
+        index_path = self.path / "model.safetensors.index.json"
+        if index_path.is_file():
+            files = sorted({self.path / str(name) for name in _read_json(index_path)["weight_map"].values()})
+        if not files:
+            raise DamagedModel(self.path, "no *.safetensors", "the model's weights", "download the model again")
+        found: dict[str, Path] = {}
+        for path in files:
+            try:
+                with safe_open(path, framework="pt") as opened:
+                    found.update(dict.fromkeys(opened.keys(), path))
+            except (SafetensorError, FileNotFoundError) as error:
+                raise DamagedModel(path, str(error), "a whole safetensors file", "download it again") from error
+        return found
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._files:
+            raise DamagedModel(self.path, f"{len(self._files)} tensors without {name}", name, "download it again")
+        with safe_open(self._files[name], framework="pt") as opened:
+            return require_tensor(f"{self._files[name]}: {name}", opened.get_tensor(name), shape)
+
+    def _setting(self, name: str) -> Any:
+        if name not in self._json:
+            raise DamagedModel(self.path / "config.json", f"no {name}", name, "download the model again")
+        return self._json[name]
+
+    def _rope_divisors(self, rope: dict[str, Any], head_dim: int, theta: float) -> tuple[float, ...]:
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind == "default":
+            return ()
+        if kind == "llama3":
+            return llama3_divisors(
+                head_dim,
+                theta,
+                factor=float(rope["factor"]),
+                low=float(rope["low_freq_factor"]),
+                high=float(rope["high_freq_factor"]),
+                original_context=int(rope["original_max_position_embeddings"]),
+            )
+        raise UnsupportedModel(
+            self.path / "config.json", f"rope type {kind!r}", "'default' or 'llama3'", "use another model"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DamagedModel(path, str(error), "a JSON object", "download the model again") from error
+    if not isinstance(value, dict):
+        raise DamagedModel(path, f"a JSON {type(value).__name__}", "a JSON object", "download the model again")
+    return value

@@ -1,0 +1,246 @@
+"""A prepared model: a folder that holds a low-bit model and, beside it, the bits that quantization took away.
+
+| file                    | content                                                                     |
+|-------------------------|-----------------------------------------------------------------------------|
+| `prepared.json`         | :class:`Manifest`                                                           |
+| `resident.safetensors`  | packed codes, scales, zero-points, refinement scales, norms, embeddings      |
+| `refine/`               | the store: one record per input channel of each projection set              |
+| `tokenizer.json`        | the tokenizer                                                               |
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from strataflux.client.errors import InputError
+from strataflux.client.prepare.tensor_file import TensorDigest, TensorShape
+from strataflux.client.runtime.models import SETS, LayerWeights, ModelConfig, ModelConfigError
+from strataflux.kernels.lowbit import dequantize, packed_bytes
+from strataflux.kernels.refine import record_bytes
+from strataflux.proto.store_format import SectionSpec, identity_digest
+
+__all__ = ["FORMAT", "Manifest", "PreparedModel", "open_prepared", "resident_tensors", "store_sections"]
+
+FORMAT = 1
+"""Version of the folder; a newer one is refused."""
+MANIFEST, RESIDENT, STORE, TOKENIZER = "prepared.json", "resident.safetensors", "refine", "tokenizer.json"
+_REMEDY = "prepare the model again"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``prepared.json`` says."""
+
+    config: ModelConfig
+    base: str
+    """The low-bit base: ``rtn``."""
+    bits: int
+    group: int
+    k: Mapping[str, int]
+    """Default budget of each projection set: channels per 1,024."""
+    shift: Mapping[str, float]
+    """How much earlier than its input each set's refinement may start, in layers: 0 when it uses its own
+    input."""
+    mlp_scheme: str
+    """``channels``: gate-up and down are refined channel by channel."""
+    kv: Mapping[str, Any] | None
+    """Settings of the key and value cache; none is prepared yet if null."""
+    identity: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """The identity's SHA-256: the name of the store that belongs to these resident weights."""
+        return identity_digest(self.identity)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of ``prepared.json``."""
+        return {
+            "format": FORMAT,
+            "config": self.config.to_json(),
+            "base": self.base,
+            "bits": self.bits,
+            "group": self.group,
+            "k": dict(self.k),
+            "shift": dict(self.shift),
+            "mlp_scheme": self.mlp_scheme,
+            "kv": self.kv,
+            "tokenizer": TOKENIZER,
+            "identity": dict(self.identity),
+            "identity_digest": self.digest,
+        }
+
+
+class PreparedModel:
+    """An opened prepared folder; a weight source whose weights are the low-bit ones, expanded to float32."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._resident = safe_open(folder / RESIDENT, framework="pt")
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's dimensions."""
+        return self.manifest.config
+
+    @property
+    def store(self) -> Path:
+        """The folder of the store."""
+        return self.folder / STORE
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        """Bytes of the resident weights as packed, embeddings included."""
+        return (self.folder / RESIDENT).stat().st_size
+
+    def embedding(self) -> Tensor:
+        """[vocabulary, hidden] float32."""
+        return self._tensor("embedding").float()
+
+    def norm(self) -> Tensor:
+        """The norm before the head, [hidden]."""
+        return self._tensor("norm")
+
+    def head(self) -> Tensor:
+        """The output head [vocabulary, hidden] float32."""
+        return self._tensor("head").float()
+
+    def layer(self, index: int) -> LayerWeights:
+        """Layer ``index``, dequantized."""
+        return LayerWeights(
+            attention_norm=self._tensor(f"layers.{index}.attention_norm"),
+            mlp_norm=self._tensor(f"layers.{index}.mlp_norm"),
+            projections={name: self._projection(index, name) for name in SETS},
+        )
+
+    def refinement_scales(self, layer: int, set_name: str) -> Tensor:
+        """The scale of each output's refinement codes, [outputs] float32."""
+        return self._tensor(f"layers.{layer}.{set_name}.refinement_scales")
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return Tokenizer.from_file(str(self.folder / TOKENIZER))
+
+    def verify(self) -> None:
+        """Check that the resident weights are those the store was made for; reads the whole file.
+
+        Raises:
+            InputError: they are not.
+        """
+        digest = TensorDigest()
+        for name in resident_tensors(self.config, self.manifest.bits, self.manifest.group):
+            digest.add(name, self._tensor(name))
+        expected = self.manifest.identity["base_weights_sha256"]
+        if digest.hexdigest() != expected:
+            raise InputError(
+                self.folder / RESIDENT, f"SHA-256 {digest.hexdigest()[:12]}…", f"{expected[:12]}…", _REMEDY
+            )
+
+    def _projection(self, layer: int, set_name: str) -> Tensor:
+        prefix = f"layers.{layer}.{set_name}."
+        codes, scales, zeros = (self._tensor(prefix + part) for part in ("codes", "scales", "zeros"))
+        return dequantize(codes, scales, zeros, self.manifest.bits, self.manifest.group)
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._resident.get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
+
+
+def open_prepared(folder: Path) -> PreparedModel:
+    """Open a prepared folder: its manifest is checked, and every resident tensor's presence and shape.
+
+    The store is not opened here: the daemon owns it, and compares identities when a client attaches.
+
+    Raises:
+        InputError: a file is missing, truncated, of a newer format, or contradicts the manifest.
+    """
+    manifest = _read_manifest(folder / MANIFEST)
+    for name in (RESIDENT, TOKENIZER, STORE):
+        if not (folder / name).exists():
+            raise InputError(folder, f"no {name}", f"{name} beside {MANIFEST}", _REMEDY)
+    try:
+        model = PreparedModel(folder, manifest)
+    except SafetensorError as error:
+        raise InputError(folder / RESIDENT, str(error), "a whole safetensors file", _REMEDY) from error
+    _check_tensors(folder / RESIDENT, manifest)
+    return model
+
+
+def resident_tensors(config: ModelConfig, bits: int, group: int) -> dict[str, TensorShape]:
+    """Names, dtypes and shapes in ``resident.safetensors``, in file order."""
+    vocabulary = (torch.float16, (config.vocabulary, config.hidden))
+    norm = (torch.float32, (config.hidden,))
+    tensors: dict[str, TensorShape] = {"embedding": vocabulary, "norm": norm}
+    if not config.tied_head:
+        tensors["head"] = vocabulary
+    for layer in range(config.layers):
+        tensors |= {f"layers.{layer}.attention_norm": norm, f"layers.{layer}.mlp_norm": norm}
+        for name in SETS:
+            outputs, inputs = config.set_shape(name)
+            prefix, groups = f"layers.{layer}.{name}.", inputs // group
+            tensors[prefix + "codes"] = torch.uint8, (outputs, packed_bytes(inputs, bits))
+            tensors[prefix + "scales"] = torch.float16, (outputs, groups)
+            tensors[prefix + "zeros"] = torch.uint8, (outputs, groups)
+            tensors[prefix + "refinement_scales"] = torch.float32, (outputs,)
+    return tensors
+
+
+def store_sections(config: ModelConfig) -> list[SectionSpec]:
+    """The store's sections: layers in order, in each the sets in the order of ``SETS``; one record a
+    channel.
+    """
+    return list(_sections(config))
+
+
+def _sections(config: ModelConfig) -> Iterator[SectionSpec]:
+    for layer in range(config.layers):
+        for name in SETS:
+            outputs, inputs = config.set_shape(name)
+            yield SectionSpec(
+                name=f"layers.{layer}.{name}",
+                kind="weight_channel",
+                layer=layer,
+                set=name,
+                count=inputs,
+                record_bytes=record_bytes(outputs),
+            )
+
+
+def _read_manifest(path: Path) -> Manifest:
+    try:
+        value = json.loads(path.read_text())
+    except OSError as error:
+        raise InputError(path, error.strerror or "an error", "a prepared model's manifest", _REMEDY) from error
+    except ValueError as error:
+        raise InputError(path, f"no JSON ({error})", "a prepared model's manifest", _REMEDY) from error
+    found = value.get("format") if isinstance(value, dict) else None
+    if found != FORMAT:
+        raise InputError(path, f"format {found!r}", f"format {FORMAT}", "use a matching version of strataflux")
+    try:
+        names = ("base", "bits", "group", "k", "shift", "mlp_scheme", "kv", "identity")
+        manifest = Manifest(config=ModelConfig.from_json(value["config"]), **{name: value[name] for name in names})
+        if manifest.digest != value["identity_digest"]:
+            raise InputError(path, f"identity {manifest.digest[:12]}…", f"{value['identity_digest']}", _REMEDY)
+    except (KeyError, TypeError, ModelConfigError) as error:
+        raise InputError(path, f"{error}", "all fields of a prepared model", _REMEDY) from error
+    return manifest
+
+
+def _check_tensors(path: Path, manifest: Manifest) -> None:
+    expected = resident_tensors(manifest.config, manifest.bits, manifest.group)
+    dtypes = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}
+    with safe_open(path, framework="pt") as opened:
+        present = set(opened.keys())
+        for name, (dtype, shape) in expected.items():
+            entry = opened.get_slice(name) if name in present else None
+            found = (entry.get_dtype(), tuple(entry.get_shape())) if entry else "nothing"
+            if found != (dtypes[dtype], shape):
+                raise InputError(path, f"{name}: {found}", f"{(dtypes[dtype], shape)}", _REMEDY)

@@ -1,0 +1,1 @@
+"""The decoder: configuration, weights, one step, and generation of text."""

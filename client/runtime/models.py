@@ -1,0 +1,152 @@
+"""What a model is made of: its dimensions, its projection sets, and its weights as the decoder uses them.
+
+A layer has four *projection sets*, each one matrix [outputs, inputs] whose outputs are computed from one
+input vector:
+
+| set       | rows                    | input                |
+|-----------|-------------------------|----------------------|
+| `qkv`     | queries, keys, values   | normed hidden state  |
+| `o`       | attention output        | heads' mixed values  |
+| `gate_up` | gate, up                | normed hidden state  |
+| `down`    | MLP output              | silu(gate) · up      |
+
+Queries and keys are laid out for rotary embedding by halves: in a head of size d, element i turns with i +
+d/2.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["SETS", "DecoderWeights", "LayerWeights", "ModelConfig", "ModelConfigError", "WeightSource"]
+
+SETS = ("qkv", "o", "gate_up", "down")
+"""The projection sets of a layer, in the order in which a step needs them."""
+
+
+class ModelConfigError(ValueError):
+    """Dimensions that contradict each other or lie outside what the decoder can run."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The dimensions of a Llama-architecture model.
+
+    Raises:
+        ModelConfigError: on construction, naming the field, what it holds and what it must hold.
+    """
+
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    """Positions the model was trained for; the decoder's cache may be shorter."""
+    rope_theta: float
+    norm_epsilon: float
+    tied_head: bool
+    """The output head is the embedding."""
+    rope_divisors: tuple[float, ...] = ()
+    """What each rotary frequency is divided by (head_dim / 2 numbers); empty: all by one."""
+    architecture: str = "llama"
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "context"):
+            self._require(isinstance(getattr(self, name), int) and getattr(self, name) > 0, name, "a positive integer")
+        self._require(self.architecture == "llama", "architecture", "'llama'")
+        self._require(self.heads % self.kv_heads == 0, "heads", f"a multiple of kv_heads = {self.kv_heads}")
+        self._require(self.head_dim % 2 == 0, "head_dim", "an even number")
+        for name in ("rope_theta", "norm_epsilon"):
+            value = getattr(self, name)
+            self._require(math.isfinite(value) and value > 0, name, "a positive finite number")
+        self._require(
+            len(self.rope_divisors) in (0, self.head_dim // 2) and all(d > 0 for d in self.rope_divisors),
+            "rope_divisors",
+            f"nothing or {self.head_dim // 2} positive numbers",
+        )
+
+    def _require(self, holds: bool, name: str, expected: str) -> None:
+        if not holds:
+            raise ModelConfigError(f"model configuration: {name} is {getattr(self, name)!r}; expected {expected}")
+
+    def set_shape(self, name: str) -> tuple[int, int]:
+        """(outputs, inputs) of a projection set."""
+        attention = self.heads * self.head_dim
+        return {
+            "qkv": (attention + 2 * self.kv_heads * self.head_dim, self.hidden),
+            "o": (self.hidden, attention),
+            "gate_up": (2 * self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+        }[name]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that :meth:`from_json` turns back into an equal configuration."""
+        return asdict(self) | {"rope_divisors": list(self.rope_divisors)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "ModelConfig":
+        """The configuration that ``value`` describes.
+
+        Raises:
+            ModelConfigError: a field is missing or unknown, or as on construction.
+        """
+        known = {field.name for field in fields(cls)}
+        if value.keys() != known:
+            differing = sorted(value.keys() ^ known)
+            raise ModelConfigError(f"model configuration: missing or unknown fields {', '.join(differing)}")
+        return cls(**{**value, "rope_divisors": tuple(value["rope_divisors"])})
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer in float32: two norms [hidden] and the matrix [outputs, inputs] of each projection set."""
+
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    projections: Mapping[str, Tensor]
+
+
+class WeightSource(Protocol):
+    """Where weights come from, read when asked for and not kept. Tensors are float32, rows by outputs."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's dimensions."""
+
+    def embedding(self) -> Tensor:
+        """[vocabulary, hidden]."""
+
+    def norm(self) -> Tensor:
+        """The norm before the head, [hidden]."""
+
+    def head(self) -> Tensor:
+        """The output head [vocabulary, hidden]; called only if it is not tied."""
+
+    def layer(self, index: int) -> LayerWeights:
+        """Layer ``index``, with its projection sets fused."""
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """All weights of a model in float32, held in memory."""
+
+    config: ModelConfig
+    embedding: Tensor
+    norm: Tensor
+    head: Tensor
+    """The same tensor as ``embedding`` if tied."""
+    layers: Sequence[LayerWeights]
+
+    @classmethod
+    def read(cls, source: WeightSource) -> "DecoderWeights":
+        """Everything ``source`` has; for a model source this is the unquantized reference."""
+        embedding = source.embedding()
+        head = embedding if source.config.tied_head else source.head()
+        layers = [source.layer(index) for index in range(source.config.layers)]
+        return cls(source.config, embedding, source.norm(), head, layers)

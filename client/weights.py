@@ -1,0 +1,149 @@
+"""The weight refiner: for each projection, select channels, look their records up, and add what is present.
+
+Records are read where the daemon put them; absent ones are skipped, and the look-up has already asked for
+them. Object ids are dense: ``oid = base[layer, set] + channel`` in the order of the store's sections.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strataflux.client.errors import MisuseError
+from strataflux.client.prepare.prepared import PreparedModel
+from strataflux.client.runtime.models import SETS, ModelConfig
+from strataflux.kernels.refine import record_bytes, refine_addresses
+from strataflux.kernels.select import CHUNK, select_channels, selected_count
+
+__all__ = ["RecordSource", "SetStatistics", "WeightRefiner", "record_bases"]
+
+
+class RecordSource(Protocol):
+    """Where records are found: a session, or a stand-in."""
+
+    def lookup(
+        self,
+        table: int,
+        oids: NDArray[np.int64],
+        scores: NDArray[np.uint8],
+        addresses: NDArray[np.uint64],
+    ) -> int:
+        """Find ``oids`` [n] of ``table``; what is absent is asked for in the background, more urgently by
+        score.
+
+        ``addresses`` [n] is filled with where each record lies in this process, 0 where it is absent. They
+        hold until the current step ends or the next call, whichever is first. Returns how many are present.
+        Never raises for a daemon that is gone: everything not resident is absent.
+        """
+
+
+@dataclass(frozen=True)
+class SetStatistics:
+    """Look-ups of one projection set since the refiner was made."""
+
+    lookups: int
+    hits: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per look-up; 0 before the first."""
+        return self.hits / self.lookups if self.lookups else 0.0
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """Scratch of one projection set, as long as its selection; reused in every call."""
+
+    indices: NDArray[np.int64]
+    oids: NDArray[np.int64]
+    scores: NDArray[np.uint8]
+    addresses: NDArray[np.uint64]
+    sums: NDArray[np.float32]
+
+
+class WeightRefiner:
+    """Refines the projections of one model from the records of one table. Not safe for use from two
+    threads.
+    """
+
+    def __init__(
+        self, source: RecordSource, table: int, prepared: PreparedModel, k: int | Mapping[str, int] | None = None
+    ) -> None:
+        """Read the refinement scales and allocate every buffer.
+
+        Args:
+            source: finds records.
+            table: the number under which ``source`` knows the store of ``prepared``.
+            prepared: the model.
+            k: channels per 1,024 for all projection sets or for each; None takes the prepared model's.
+
+        Raises:
+            MisuseError: a budget is outside 0…1,024 or for an unknown set.
+        """
+        config = prepared.config
+        # fixed after construction
+        self._source = source
+        self._table = table
+        self._budgets = _budgets(prepared.manifest.k if k is None else k)
+        self._bases = record_bases(config)
+        self._scales = [
+            [prepared.refinement_scales(layer, name).numpy() for name in SETS] for layer in range(config.layers)
+        ]
+        self._buffers = [_allocate(config, name, budget) for name, budget in zip(SETS, self._budgets, strict=True)]
+        # counted by refine
+        self._lookups = np.zeros(len(SETS), np.int64)
+        self._hits = np.zeros(len(SETS), np.int64)
+
+    def refine(self, layer: int, set_index: int, x: NDArray[np.float32], y: NDArray[np.float32]) -> None:
+        """Add to ``y`` [outputs] the refinement of the selected channels of ``x`` [inputs] that are
+        present.
+        """
+        buffers = self._buffers[set_index]
+        if buffers.indices.size == 0:
+            return
+        select_channels(x, self._budgets[set_index], buffers.indices, buffers.scores)
+        np.add(buffers.indices, self._bases[layer, set_index], out=buffers.oids)
+        hits = self._source.lookup(self._table, buffers.oids, buffers.scores, buffers.addresses)
+        self._lookups[set_index] += buffers.oids.size
+        self._hits[set_index] += hits
+        scale = self._scales[layer][set_index]
+        refine_addresses(y, x, buffers.indices, buffers.addresses, scale, buffers.sums)
+
+    @property
+    def lookups_per_step(self) -> int:
+        """Look-ups of one decode step over all layers; a request ring must hold at least as many."""
+        return len(self._scales) * sum(buffers.indices.size for buffers in self._buffers)
+
+    def statistics(self) -> dict[str, SetStatistics]:
+        """Look-ups and hits by projection set."""
+        return {name: SetStatistics(int(self._lookups[i]), int(self._hits[i])) for i, name in enumerate(SETS)}
+
+
+def record_bases(config: ModelConfig) -> NDArray[np.int64]:
+    """The object id of channel 0 of each projection set: [layers, sets] int64."""
+    counts = [config.set_shape(name)[1] for _ in range(config.layers) for name in SETS]
+    return (np.cumsum(counts) - counts).reshape(config.layers, len(SETS)).astype(np.int64)
+
+
+def _budgets(k: int | Mapping[str, int]) -> tuple[int, ...]:
+    budgets = dict.fromkeys(SETS, k) if isinstance(k, int) else k
+    if budgets.keys() != set(SETS):
+        raise MisuseError("k", f"budgets for {', '.join(budgets)}", f"one for each of {', '.join(SETS)}", "name all")
+    for name, budget in budgets.items():
+        if not 0 <= budget <= CHUNK:
+            raise MisuseError(f"k of {name}", f"{budget}", f"0 to {CHUNK} channels per {CHUNK}", "change --k")
+    return tuple(budgets[name] for name in SETS)
+
+
+def _allocate(config: ModelConfig, name: str, budget: int) -> _Buffers:
+    outputs, inputs = config.set_shape(name)
+    count = selected_count(budget, inputs)
+    return _Buffers(
+        indices=np.empty(count, np.int64),
+        oids=np.empty(count, np.int64),
+        scores=np.empty(count, np.uint8),
+        addresses=np.empty(count, np.uint64),
+        sums=np.empty(2 * record_bytes(outputs), np.float32),
+    )
