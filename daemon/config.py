@@ -70,7 +70,7 @@ class ReaderConfig:
     direct_io: str = key(values.choice("require", "prefer", "off"), "prefer")
     """``prefer`` falls back to the page cache where a file system refuses direct reads, which costs memory twice."""
     grace_seconds: float = key(values.seconds(0.05, 60), 2.0)
-    """How long a step may hold evicted slots before its session is fenced; longer suits slow decoders and keeps slots."""
+    """How long a step may hold evicted slots before its session is fenced; longer suits slow decoders, costs slots."""
     # performance
     engine: str = key(values.choice("uring", "threads"), "uring")
     """``threads`` works where containers forbid io_uring, at about twice the CPU per read."""

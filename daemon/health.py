@@ -1,0 +1,80 @@
+"""Live, ready and degraded, kept apart; and whether the data path moves.
+
+A process that runs is live. It is ready between the end of its start and the begin of its drain. It is degraded for as
+long as one of its reasons holds: it serves then, but not as it was asked to.
+"""
+
+from collections.abc import Callable
+
+__all__ = ["Health", "ProgressWatch"]
+
+
+class Health:
+    """Event loop only. States: starting → ready → draining; reasons for being degraded come and go in any of them."""
+
+    def __init__(self, on_change: Callable[["Health"], None] | None = None) -> None:
+        # fixed after construction
+        self._on_change = on_change
+        # event loop only
+        self.state = "starting"
+        self.reasons: dict[str, str] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return self.state == "ready"
+
+    @property
+    def degraded(self) -> bool:
+        """Whether a reason holds."""
+        return bool(self.reasons)
+
+    def move_to(self, state: str) -> None:
+        """Enter ``ready`` or ``draining``; there is no way back."""
+        order = ("starting", "ready", "draining")
+        if order.index(state) <= order.index(self.state):
+            return
+        self.state = state
+        self._tell()
+
+    def set_reason(self, name: str, text: str | None) -> None:
+        """Say why the service is degraded, or with None that this reason is gone."""
+        if self.reasons.get(name) == text:
+            return
+        if text is None:
+            del self.reasons[name]
+        else:
+            self.reasons[name] = text
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._on_change is not None:
+            self._on_change(self)
+
+
+class ProgressWatch:
+    """Age of the last progress of the data path. One thread only.
+
+    The reader counts loop turns when nothing is in flight and completions otherwise, so a count that stands still
+    means a reader that hangs, or a device that does not answer.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        # fixed after construction
+        self._clock = clock
+        # one thread only
+        self._last_count: int | None = None
+        self._moved_at = clock()
+
+    def moved(self, count: int) -> bool:
+        """Whether ``count`` differs from the one of the last call; the first call counts as progress."""
+        if count == self._last_count:
+            return False
+        self._last_count = count
+        self._moved_at = self._clock()
+        return True
+
+    @property
+    def age_seconds(self) -> float:
+        """Seconds since the last progress."""
+        return self._clock() - self._moved_at
