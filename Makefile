@@ -64,7 +64,7 @@ clean:  ## Remove caches and built files; .venv stays
 	    done; \
 	    if [ -z "$$found" ]; then \
 	        echo "make setup: no Python 3.11 or newer with venv and pip was found on PATH; python3 is:" \
-	            "$$(python3 --version 2>&1 || true). Install one (Debian: apt install python3 python3-venv)" >&2; \
+	            "$$(python3 --version 2>/dev/null || echo missing). Install one (Debian: apt install python3 python3-venv)" >&2; \
 	        exit 2; \
 	    fi; \
 	    echo "making .venv with $$("$$found" --version)"; \
