@@ -95,6 +95,14 @@ class Reader(Protocol):
     def direct_io(self) -> str:
         """How reads are done in fact: ``direct``, ``buffered`` or ``mixed``."""
 
+    @property
+    def registered_buffers(self) -> bool:
+        """Whether the kernel holds the bounce pool registered (memlock allows it)."""
+
+    @property
+    def setup_flags(self) -> list[str]:
+        """Features of the engine that this kernel has."""
+
     def start(self) -> None:
         """Allocate, compile if needed, start; returns when the loop runs. Raises DaemonError."""
 

@@ -1,44 +1,107 @@
 """Numbers of the data path as the control plane and the metrics show them: plain integers, read at one moment.
 
-Counters only grow while a daemon lives; gauges are the live state. Labelled counters map from the label's value.
-Ratios are left to whoever reads: hits and look-ups come from the same event.
+Counters only grow while a daemon lives; gauges are the live state. Ratios are left to whoever reads: look-ups and hits
+come from the same event. Each class has the fields of the message of its name in ``control.proto``.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["ClassStats", "KindStats", "SessionStats", "Stats", "StoreStats"]
+__all__ = [
+    "CacheStats",
+    "ClassStats",
+    "FillStats",
+    "LookupStats",
+    "ReadStats",
+    "RequestStats",
+    "SessionStats",
+    "Stats",
+    "StoreStats",
+]
 
 
 @dataclass(frozen=True)
-class KindStats:
-    """One budget of the cache, ``weight`` or ``kv``."""
+class LookupStats:
+    """Counted by clients; each session's share is bounded and never seen to go back. Ended sessions are included."""
 
-    lookups: int = 0
-    hits: int = 0
-    misses: Mapping[str, int] = field(default_factory=dict)
-    """By reason, as the reader saw each request it took: cold, evicted, …"""
-    fills: int = 0
-    fills_useful: int = 0
-    """Slots used at least once before they were evicted, counted at eviction."""
-    evictions: Mapping[str, int] = field(default_factory=dict)
-    """By cause."""
-    corrupt: int = 0
+    weight_lookups: int = 0
+    weight_hits: int = 0
+    kv_lookups: int = 0
+    kv_hits: int = 0
+    waits: int = 0
+    wait_nanoseconds: int = 0
+    deadlines_exceeded: int = 0
+    steps_invalid: int = 0
+
+
+@dataclass(frozen=True)
+class RequestStats:
+    """What became of requests. Each one taken is a duplicate, resident already, quarantined, dropped, or read."""
+
+    taken: int = 0
+    duplicates: int = 0
+    resident_already: int = 0
     quarantined: int = 0
+    invalid: int = 0
+    """Ring positions without a valid entry: rubbish, or a hole."""
+    dropped_ring: int = 0
+    """By clients, their ring being full: never taken."""
+    dropped_queue: int = 0
+    dropped_grace: int = 0
+
+
+@dataclass(frozen=True)
+class FillStats:
+    """Records that became readable. ``latency_counts`` has one entry more than ``latency_bounds_us``, for the rest."""
+
+    fills: int = 0
+    useful: int = 0
+    """Looked up at least once before they were evicted; known at eviction."""
+    preloaded: int = 0
+    corrupt: int = 0
+    retries: int = 0
+    evictions: int = 0
+    latency_us: int = 0
+    latency_bounds_us: tuple[int, ...] = ()
+    latency_counts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReadStats:
+    """Reads of the device. ``in_flight`` and ``queued`` are gauges."""
+
+    reads: int = 0
+    bytes: int = 0
+    merged: int = 0
+    short_reads: int = 0
+    errors: int = 0
+    direct_fallbacks: int = 0
+    microseconds: int = 0
+    in_flight: int = 0
+    queued: int = 0
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """One budget, ``weight`` or ``kv``. Gauges: bytes of slots, padding included."""
+
+    kind: str
     capacity_bytes: int = 0
-    slot_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of slots by state: free, filling, valid, retired."""
+    free_bytes: int = 0
+    filling_bytes: int = 0
+    valid_bytes: int = 0
+    retired_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class ClassStats:
-    """One size class of the cache. Gauges."""
+    """One size class of the cache. Gauges, counted in slots."""
 
     kind: str
     slot_bytes: int
-    pages: int
-    slots: int
-    valid: int
+    slots: int = 0
+    free: int = 0
+    filling: int = 0
+    retired: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,27 +110,27 @@ class StoreStats:
 
     resident_records: int = 0
     fills: int = 0
-    read_bytes: int = 0
-    corrupt: int = 0
     quarantined: int = 0
     direct: bool = False
+    direct_fallbacks: int = 0
 
 
 @dataclass(frozen=True)
 class SessionStats:
-    """One session. Counters are the client's own, bounded and never seen to go back."""
+    """One session that lives."""
 
     index: int
-    session_id: int
     lookups: int = 0
     hits: int = 0
-    ring_dropped: int = 0
-    ring_invalid: int = 0
+    requests: int = 0
+    dropped: int = 0
+    invalid: int = 0
+    fills: int = 0
+    steps: int = 0
+    steps_invalid: int = 0
     waits: int = 0
     wait_nanoseconds: int = 0
     deadlines_exceeded: int = 0
-    steps_invalid: int = 0
-    steps: int = 0
     fenced: bool = False
 
 
@@ -75,20 +138,19 @@ class SessionStats:
 class Stats:
     """Everything, at one moment."""
 
-    kinds: Mapping[str, KindStats] = field(default_factory=dict)
+    lookups: LookupStats = field(default_factory=LookupStats)
+    requests: RequestStats = field(default_factory=RequestStats)
+    fills: FillStats = field(default_factory=FillStats)
+    reads: ReadStats = field(default_factory=ReadStats)
+    caches: tuple[CacheStats, ...] = ()
     classes: tuple[ClassStats, ...] = ()
     stores: tuple[StoreStats, ...] = ()
     sessions: tuple[SessionStats, ...] = ()
-    requests_dropped: Mapping[str, int] = field(default_factory=dict)
-    """Requests that nobody will answer, by hop: ring (full at the client), reader (no slot, grace, limit)."""
-    ring_invalid: int = 0
-    reads: int = 0
-    read_bytes: int = 0
-    short_reads: int = 0
-    io_errors: int = 0
-    direct_io_fallbacks: int = 0
-    in_flight: int = 0
-    sweeps: int = 0
-    registered_buffers: bool = False
-    setup_flags: tuple[str, ...] = ()
+    turns: int = 0
+    """Sweeps of the reader's loop."""
+    fences: int = 0
+    """Sessions cut off because they held slots too long."""
+    page_moves: int = 0
+    """Cache pages that went from one size class to another."""
     metadata_bytes: int = 0
+    """Memory beside the cache itself: directories, checksums, slot tables. A gauge."""
