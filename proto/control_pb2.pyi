@@ -1,0 +1,338 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ErrorDetail(_message.Message):
+    __slots__ = ("subject", "found", "expected", "remedy")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    found: str
+    expected: str
+    remedy: str
+    def __init__(self, subject: _Optional[str] = ..., found: _Optional[str] = ..., expected: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
+
+class GetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetInfoResponse(_message.Message):
+    __slots__ = ("version", "generation", "pid", "state", "degraded", "engine", "direct_io", "registered_buffers", "setup_flags", "uptime_seconds", "layout_version", "role")
+    class DegradedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_IO_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    SETUP_FLAGS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    generation: int
+    pid: int
+    state: str
+    degraded: _containers.ScalarMap[str, str]
+    engine: str
+    direct_io: str
+    registered_buffers: bool
+    setup_flags: _containers.RepeatedScalarFieldContainer[str]
+    uptime_seconds: float
+    layout_version: int
+    role: str
+    def __init__(self, version: _Optional[str] = ..., generation: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., degraded: _Optional[_Mapping[str, str]] = ..., engine: _Optional[str] = ..., direct_io: _Optional[str] = ..., registered_buffers: _Optional[bool] = ..., setup_flags: _Optional[_Iterable[str]] = ..., uptime_seconds: _Optional[float] = ..., layout_version: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
+
+class ListStoresRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListStoresResponse(_message.Message):
+    __slots__ = ("stores",)
+    STORES_FIELD_NUMBER: _ClassVar[int]
+    stores: _containers.RepeatedCompositeFieldContainer[Store]
+    def __init__(self, stores: _Optional[_Iterable[_Union[Store, _Mapping]]] = ...) -> None: ...
+
+class Store(_message.Message):
+    __slots__ = ("digest", "identity_json", "generation", "records", "bytes", "preload", "share", "sessions", "path", "stats")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_JSON_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PRELOAD_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    identity_json: str
+    generation: int
+    records: int
+    bytes: int
+    preload: bool
+    share: str
+    sessions: int
+    path: str
+    stats: StoreStats
+    def __init__(self, digest: _Optional[str] = ..., identity_json: _Optional[str] = ..., generation: _Optional[int] = ..., records: _Optional[int] = ..., bytes: _Optional[int] = ..., preload: _Optional[bool] = ..., share: _Optional[str] = ..., sessions: _Optional[int] = ..., path: _Optional[str] = ..., stats: _Optional[_Union[StoreStats, _Mapping]] = ...) -> None: ...
+
+class StoreStats(_message.Message):
+    __slots__ = ("resident_records", "fills", "quarantined", "direct", "direct_fallbacks")
+    RESIDENT_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    FILLS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    resident_records: int
+    fills: int
+    quarantined: int
+    direct: bool
+    direct_fallbacks: int
+    def __init__(self, resident_records: _Optional[int] = ..., fills: _Optional[int] = ..., quarantined: _Optional[int] = ..., direct: _Optional[bool] = ..., direct_fallbacks: _Optional[int] = ...) -> None: ...
+
+class ListSessionsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListSessionsResponse(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[Session]
+    def __init__(self, sessions: _Optional[_Iterable[_Union[Session, _Mapping]]] = ...) -> None: ...
+
+class Session(_message.Message):
+    __slots__ = ("session", "client", "uid", "pid", "stores", "stats")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STORES_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    client: str
+    uid: int
+    pid: int
+    stores: _containers.RepeatedScalarFieldContainer[str]
+    stats: SessionStats
+    def __init__(self, session: _Optional[int] = ..., client: _Optional[str] = ..., uid: _Optional[int] = ..., pid: _Optional[int] = ..., stores: _Optional[_Iterable[str]] = ..., stats: _Optional[_Union[SessionStats, _Mapping]] = ...) -> None: ...
+
+class SessionStats(_message.Message):
+    __slots__ = ("index", "lookups", "hits", "requests", "dropped", "invalid", "fills", "steps", "steps_invalid", "waits", "wait_nanoseconds", "deadlines_exceeded", "fenced")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    INVALID_FIELD_NUMBER: _ClassVar[int]
+    FILLS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_INVALID_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_NANOSECONDS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINES_EXCEEDED_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    lookups: int
+    hits: int
+    requests: int
+    dropped: int
+    invalid: int
+    fills: int
+    steps: int
+    steps_invalid: int
+    waits: int
+    wait_nanoseconds: int
+    deadlines_exceeded: int
+    fenced: bool
+    def __init__(self, index: _Optional[int] = ..., lookups: _Optional[int] = ..., hits: _Optional[int] = ..., requests: _Optional[int] = ..., dropped: _Optional[int] = ..., invalid: _Optional[int] = ..., fills: _Optional[int] = ..., steps: _Optional[int] = ..., steps_invalid: _Optional[int] = ..., waits: _Optional[int] = ..., wait_nanoseconds: _Optional[int] = ..., deadlines_exceeded: _Optional[int] = ..., fenced: _Optional[bool] = ...) -> None: ...
+
+class GetStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchStatsRequest(_message.Message):
+    __slots__ = ("interval_seconds",)
+    INTERVAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    interval_seconds: float
+    def __init__(self, interval_seconds: _Optional[float] = ...) -> None: ...
+
+class Stats(_message.Message):
+    __slots__ = ("at_seconds", "lookups", "requests", "fills", "reads", "caches", "classes", "stores", "sessions", "turns", "fences", "page_moves", "metadata_bytes")
+    AT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FILLS_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
+    CACHES_FIELD_NUMBER: _ClassVar[int]
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
+    STORES_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    FENCES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_MOVES_FIELD_NUMBER: _ClassVar[int]
+    METADATA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    at_seconds: float
+    lookups: LookupStats
+    requests: RequestStats
+    fills: FillStats
+    reads: ReadStats
+    caches: _containers.RepeatedCompositeFieldContainer[CacheStats]
+    classes: _containers.RepeatedCompositeFieldContainer[ClassStats]
+    stores: _containers.RepeatedCompositeFieldContainer[StoreStats]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionStats]
+    turns: int
+    fences: int
+    page_moves: int
+    metadata_bytes: int
+    def __init__(self, at_seconds: _Optional[float] = ..., lookups: _Optional[_Union[LookupStats, _Mapping]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., fills: _Optional[_Union[FillStats, _Mapping]] = ..., reads: _Optional[_Union[ReadStats, _Mapping]] = ..., caches: _Optional[_Iterable[_Union[CacheStats, _Mapping]]] = ..., classes: _Optional[_Iterable[_Union[ClassStats, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., turns: _Optional[int] = ..., fences: _Optional[int] = ..., page_moves: _Optional[int] = ..., metadata_bytes: _Optional[int] = ...) -> None: ...
+
+class LookupStats(_message.Message):
+    __slots__ = ("weight_lookups", "weight_hits", "kv_lookups", "kv_hits", "waits", "wait_nanoseconds", "deadlines_exceeded", "steps_invalid")
+    WEIGHT_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_HITS_FIELD_NUMBER: _ClassVar[int]
+    KV_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    KV_HITS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_NANOSECONDS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINES_EXCEEDED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_INVALID_FIELD_NUMBER: _ClassVar[int]
+    weight_lookups: int
+    weight_hits: int
+    kv_lookups: int
+    kv_hits: int
+    waits: int
+    wait_nanoseconds: int
+    deadlines_exceeded: int
+    steps_invalid: int
+    def __init__(self, weight_lookups: _Optional[int] = ..., weight_hits: _Optional[int] = ..., kv_lookups: _Optional[int] = ..., kv_hits: _Optional[int] = ..., waits: _Optional[int] = ..., wait_nanoseconds: _Optional[int] = ..., deadlines_exceeded: _Optional[int] = ..., steps_invalid: _Optional[int] = ...) -> None: ...
+
+class RequestStats(_message.Message):
+    __slots__ = ("taken", "duplicates", "resident_already", "quarantined", "invalid", "dropped_ring", "dropped_queue", "dropped_grace")
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_ALREADY_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    INVALID_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_RING_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_GRACE_FIELD_NUMBER: _ClassVar[int]
+    taken: int
+    duplicates: int
+    resident_already: int
+    quarantined: int
+    invalid: int
+    dropped_ring: int
+    dropped_queue: int
+    dropped_grace: int
+    def __init__(self, taken: _Optional[int] = ..., duplicates: _Optional[int] = ..., resident_already: _Optional[int] = ..., quarantined: _Optional[int] = ..., invalid: _Optional[int] = ..., dropped_ring: _Optional[int] = ..., dropped_queue: _Optional[int] = ..., dropped_grace: _Optional[int] = ...) -> None: ...
+
+class FillStats(_message.Message):
+    __slots__ = ("fills", "useful", "preloaded", "corrupt", "retries", "evictions", "latency_us", "latency_bounds_us", "latency_counts")
+    FILLS_FIELD_NUMBER: _ClassVar[int]
+    USEFUL_FIELD_NUMBER: _ClassVar[int]
+    PRELOADED_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_US_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_BOUNDS_US_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    fills: int
+    useful: int
+    preloaded: int
+    corrupt: int
+    retries: int
+    evictions: int
+    latency_us: int
+    latency_bounds_us: _containers.RepeatedScalarFieldContainer[int]
+    latency_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, fills: _Optional[int] = ..., useful: _Optional[int] = ..., preloaded: _Optional[int] = ..., corrupt: _Optional[int] = ..., retries: _Optional[int] = ..., evictions: _Optional[int] = ..., latency_us: _Optional[int] = ..., latency_bounds_us: _Optional[_Iterable[int]] = ..., latency_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReadStats(_message.Message):
+    __slots__ = ("reads", "bytes", "merged", "short_reads", "errors", "direct_fallbacks", "microseconds", "in_flight", "queued")
+    READS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    MERGED_FIELD_NUMBER: _ClassVar[int]
+    SHORT_READS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    reads: int
+    bytes: int
+    merged: int
+    short_reads: int
+    errors: int
+    direct_fallbacks: int
+    microseconds: int
+    in_flight: int
+    queued: int
+    def __init__(self, reads: _Optional[int] = ..., bytes: _Optional[int] = ..., merged: _Optional[int] = ..., short_reads: _Optional[int] = ..., errors: _Optional[int] = ..., direct_fallbacks: _Optional[int] = ..., microseconds: _Optional[int] = ..., in_flight: _Optional[int] = ..., queued: _Optional[int] = ...) -> None: ...
+
+class CacheStats(_message.Message):
+    __slots__ = ("kind", "capacity_bytes", "free_bytes", "filling_bytes", "valid_bytes", "retired_bytes")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILLING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VALID_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RETIRED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    capacity_bytes: int
+    free_bytes: int
+    filling_bytes: int
+    valid_bytes: int
+    retired_bytes: int
+    def __init__(self, kind: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., filling_bytes: _Optional[int] = ..., valid_bytes: _Optional[int] = ..., retired_bytes: _Optional[int] = ...) -> None: ...
+
+class ClassStats(_message.Message):
+    __slots__ = ("kind", "slot_bytes", "slots", "free", "filling", "retired")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    FILLING_FIELD_NUMBER: _ClassVar[int]
+    RETIRED_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    slot_bytes: int
+    slots: int
+    free: int
+    filling: int
+    retired: int
+    def __init__(self, kind: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., slots: _Optional[int] = ..., free: _Optional[int] = ..., filling: _Optional[int] = ..., retired: _Optional[int] = ...) -> None: ...
+
+class GetConfigRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetConfigResponse(_message.Message):
+    __slots__ = ("config_json",)
+    CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    config_json: str
+    def __init__(self, config_json: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("begun",)
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    begun: bool
+    def __init__(self, begun: _Optional[bool] = ...) -> None: ...
