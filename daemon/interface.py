@@ -100,7 +100,7 @@ class Reader(Protocol):
         """Whether the kernel holds the bounce pool registered (memlock allows it)."""
 
     @property
-    def setup_flags(self) -> list[str]:
+    def setup_flags(self) -> tuple[str, ...]:
         """Features of the engine that this kernel has."""
 
     def start(self) -> None:

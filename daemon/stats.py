@@ -38,6 +38,10 @@ class RequestStats:
     """What became of requests. Each one taken is a duplicate, resident already, quarantined, dropped, or read."""
 
     taken: int = 0
+    cold: int = 0
+    """Read because the record never was resident …"""
+    evicted: int = 0
+    """… or was, and is not any more."""
     duplicates: int = 0
     resident_already: int = 0
     quarantined: int = 0

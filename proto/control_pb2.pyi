@@ -222,7 +222,7 @@ class LookupStats(_message.Message):
     def __init__(self, weight_lookups: _Optional[int] = ..., weight_hits: _Optional[int] = ..., kv_lookups: _Optional[int] = ..., kv_hits: _Optional[int] = ..., waits: _Optional[int] = ..., wait_nanoseconds: _Optional[int] = ..., deadlines_exceeded: _Optional[int] = ..., steps_invalid: _Optional[int] = ...) -> None: ...
 
 class RequestStats(_message.Message):
-    __slots__ = ("taken", "duplicates", "resident_already", "quarantined", "invalid", "dropped_ring", "dropped_queue", "dropped_grace")
+    __slots__ = ("taken", "duplicates", "resident_already", "quarantined", "invalid", "dropped_ring", "dropped_queue", "dropped_grace", "cold", "evicted")
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     DUPLICATES_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_ALREADY_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +231,8 @@ class RequestStats(_message.Message):
     DROPPED_RING_FIELD_NUMBER: _ClassVar[int]
     DROPPED_QUEUE_FIELD_NUMBER: _ClassVar[int]
     DROPPED_GRACE_FIELD_NUMBER: _ClassVar[int]
+    COLD_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
     taken: int
     duplicates: int
     resident_already: int
@@ -239,7 +241,9 @@ class RequestStats(_message.Message):
     dropped_ring: int
     dropped_queue: int
     dropped_grace: int
-    def __init__(self, taken: _Optional[int] = ..., duplicates: _Optional[int] = ..., resident_already: _Optional[int] = ..., quarantined: _Optional[int] = ..., invalid: _Optional[int] = ..., dropped_ring: _Optional[int] = ..., dropped_queue: _Optional[int] = ..., dropped_grace: _Optional[int] = ...) -> None: ...
+    cold: int
+    evicted: int
+    def __init__(self, taken: _Optional[int] = ..., duplicates: _Optional[int] = ..., resident_already: _Optional[int] = ..., quarantined: _Optional[int] = ..., invalid: _Optional[int] = ..., dropped_ring: _Optional[int] = ..., dropped_queue: _Optional[int] = ..., dropped_grace: _Optional[int] = ..., cold: _Optional[int] = ..., evicted: _Optional[int] = ...) -> None: ...
 
 class FillStats(_message.Message):
     __slots__ = ("fills", "useful", "preloaded", "corrupt", "retries", "evictions", "latency_us", "latency_bounds_us", "latency_counts")

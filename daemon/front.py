@@ -1,0 +1,95 @@
+"""The door of the control plane: who knocks decides which private server answers.
+
+gRPC does not show a handler the credentials of a Unix peer. So this side owns the public socket, reads them from each
+connection, and forwards bytes to the server of that role. It never looks into the bytes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from strataflux.daemon.access import peer_of, role_of
+
+__all__ = ["ControlFront"]
+
+_LOG: Final = logging.getLogger(__name__)
+_CHUNK_BYTES: Final = 64 * 1024
+_MAX_CONNECTIONS: Final = 64
+
+
+class ControlFront:
+    """Takes over ``listener``. Pairs: ``start`` / ``close``. Event loop only."""
+
+    def __init__(self, listener: socket.socket, servers: Mapping[str, Path]) -> None:
+        # fixed after construction
+        self._listener = listener
+        self._servers = servers
+        # event loop only
+        self.connections: Counter[str] = Counter()
+        """Connections so far, by role; ``refused`` for those beyond the bound."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Take connections from now on."""
+        self._server = await asyncio.start_unix_server(self._serve, sock=self._listener, limit=_CHUNK_BYTES)
+
+    async def close(self) -> None:
+        """Stop listening and cut every connection. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._listener.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            if len(self._tasks) > _MAX_CONNECTIONS:
+                self.connections["refused"] += 1
+                return
+            role = role_of(peer_of(writer.get_extra_info("socket")))
+            self.connections[role] += 1
+            await self._forward(role, reader, writer)
+        except OSError as error:
+            _LOG.debug("control: a connection ended: %s", error)
+        except asyncio.CancelledError:
+            _LOG.debug("control: a connection was cut at the stop")
+        finally:
+            self._tasks.discard(task)
+            await _close(writer)
+
+    async def _forward(self, role: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back_reader, back_writer = await asyncio.open_unix_connection(str(self._servers[role]), limit=_CHUNK_BYTES)
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(_pump(reader, back_writer))
+                both.create_task(_pump(back_reader, writer))
+        except* OSError as errors:
+            _LOG.debug("control: a connection ended: %s", errors.exceptions[0])
+        finally:
+            await _close(back_writer)
+
+
+async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    """Copy until the source ends, then end the sink. Holds one chunk; a slow sink slows the source."""
+    while chunk := await source.read(_CHUNK_BYTES):
+        sink.write(chunk)
+        await sink.drain()
+    if sink.can_write_eof():
+        sink.write_eof()
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError, asyncio.CancelledError):
+        await writer.wait_closed()

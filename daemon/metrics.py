@@ -1,0 +1,352 @@
+"""Prometheus metrics: declared once, read from live state when scraped, served only where told to.
+
+The data path adds to plain integers; nothing here is touched until somebody scrapes. Ratios are left to PromQL, and no
+label has more values than there are kinds, states or served stores.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from strataflux.daemon.attach import AttachCounters
+from strataflux.daemon.errors import ConfigError
+from strataflux.daemon.stats import Stats
+from strataflux.daemon.values import Address
+
+__all__ = ["METRICS", "Declaration", "Exporter", "Moment", "StrataFluxCollector"]
+
+Labels = tuple[str, ...]
+Sample = tuple[Labels, float]
+
+
+class Moment(NamedTuple):
+    """What one scrape sees."""
+
+    stats: Stats
+    attach: AttachCounters
+    control_connections: Mapping[str, int]
+    sessions: int
+    stores: tuple[tuple[str, int, int, int], ...]
+    """(short digest, generation, records, bytes) of each served store."""
+    ready: bool
+    degraded: Mapping[str, str]
+    progress_age_seconds: float
+    engine: str
+    direct_io: str
+    registered_buffers: bool
+    version: str
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """One metric. ``read`` gives a sample for each combination of label values that exists."""
+
+    name: str
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    help: str
+    labels: Labels
+    read: Callable[[Moment], Iterable[Sample]]
+
+
+def _one(read: Callable[[Moment], float]) -> Callable[[Moment], Iterable[Sample]]:
+    return lambda moment: [((), read(moment))]
+
+
+def _lookups(m: Moment) -> Iterator[Sample]:
+    lookups = m.stats.lookups
+    for kind, asked, hits in (
+        ("weight", lookups.weight_lookups, lookups.weight_hits),
+        ("kv", lookups.kv_lookups, lookups.kv_hits),
+    ):
+        yield (kind, "hit"), hits
+        yield (kind, "miss"), asked - hits
+
+
+def _dropped(m: Moment) -> Iterator[Sample]:
+    requests = m.stats.requests
+    yield ("ring", "full"), requests.dropped_ring
+    yield ("queue", "full"), requests.dropped_queue
+    yield ("reader", "grace"), requests.dropped_grace
+
+
+def _miss_reasons(m: Moment) -> Iterator[Sample]:
+    requests = m.stats.requests
+    yield ("weight", "cold"), requests.cold
+    yield ("weight", "evicted"), requests.evicted
+    yield ("weight", "pending"), requests.duplicates
+    yield ("weight", "resident"), requests.resident_already
+    yield ("weight", "corrupt"), requests.quarantined
+
+
+def _cache_bytes(m: Moment) -> Iterator[Sample]:
+    for cache in m.stats.caches:
+        for state in ("free", "filling", "valid", "retired"):
+            yield (cache.kind, state), getattr(cache, f"{state}_bytes")
+
+
+def _cache_slots(m: Moment) -> Iterator[Sample]:
+    for row in m.stats.classes:
+        label = (row.kind, str(row.slot_bytes))
+        yield (*label, "free"), row.free
+        yield (*label, "filling"), row.filling
+        yield (*label, "retired"), row.retired
+        yield (*label, "valid"), row.slots - row.free - row.filling - row.retired
+
+
+def _per_store(read: Callable[[Any], float]) -> Callable[[Moment], Iterator[Sample]]:
+    def samples(m: Moment) -> Iterator[Sample]:
+        for (digest, *_), row in zip(m.stores, m.stats.stores, strict=False):
+            yield (digest,), read(row)
+
+    return samples
+
+
+_C: Final = CounterMetricFamily
+_G: Final = GaugeMetricFamily
+_S: Final = Declaration
+
+METRICS: Final[tuple[Declaration, ...]] = (
+    _S("strataflux_lookups", _C, "Look-ups by clients, by result.", ("kind", "result"), _lookups),
+    _S("strataflux_requests", _C, "Requests taken from rings.", (), _one(lambda m: m.stats.requests.taken)),
+    _S("strataflux_miss_reason", _C, "Requests, by why the record missed.", ("kind", "reason"), _miss_reasons),
+    _S("strataflux_requests_dropped", _C, "Requests nobody will answer, by hop.", ("hop", "why"), _dropped),
+    _S(
+        "strataflux_ring_invalid",
+        _C,
+        "Ring positions without an entry.",
+        (),
+        _one(lambda m: m.stats.requests.invalid),
+    ),
+    _S("strataflux_fills", _C, "Records that became readable.", (), _one(lambda m: m.stats.fills.fills)),
+    _S("strataflux_fills_useful", _C, "Of these: looked up before eviction.", (), _one(lambda m: m.stats.fills.useful)),
+    _S("strataflux_fills_preloaded", _C, "Of these: read ahead.", (), _one(lambda m: m.stats.fills.preloaded)),
+    _S("strataflux_fill_retries", _C, "Fills tried again after an error.", (), _one(lambda m: m.stats.fills.retries)),
+    _S("strataflux_evictions", _C, "Records evicted.", (), _one(lambda m: m.stats.fills.evictions)),
+    _S("strataflux_records_corrupt", _C, "Records with a wrong checksum.", (), _one(lambda m: m.stats.fills.corrupt)),
+    _S(
+        "strataflux_records_quarantined",
+        _G,
+        "Records that are not read any more, by store.",
+        ("model",),
+        _per_store(lambda row: row.quarantined),
+    ),
+    _S("strataflux_waits", _C, "Waits of clients for fills.", (), _one(lambda m: m.stats.lookups.waits)),
+    _S(
+        "strataflux_wait_seconds",
+        _C,
+        "Time clients waited.",
+        (),
+        _one(lambda m: m.stats.lookups.wait_nanoseconds / 1e9),
+    ),
+    _S(
+        "strataflux_deadline_exceeded",
+        _C,
+        "Waits that ended without the record.",
+        (),
+        _one(lambda m: m.stats.lookups.deadlines_exceeded),
+    ),
+    _S("strataflux_steps_invalid", _C, "Steps run again.", (), _one(lambda m: m.stats.lookups.steps_invalid)),
+    _S("strataflux_fences", _C, "Sessions cut off from slots held too long.", (), _one(lambda m: m.stats.fences)),
+    _S("strataflux_cache_bytes", _G, "Bytes of slots, by state.", ("kind", "state"), _cache_bytes),
+    _S(
+        "strataflux_cache_capacity_bytes",
+        _G,
+        "Budget of the cache.",
+        ("kind",),
+        lambda m: [((cache.kind,), cache.capacity_bytes) for cache in m.stats.caches],
+    ),
+    _S("strataflux_cache_slots", _G, "Slots by size and state.", ("kind", "slot_bytes", "state"), _cache_slots),
+    _S("strataflux_cache_page_moves", _C, "Pages that changed class.", (), _one(lambda m: m.stats.page_moves)),
+    _S("strataflux_metadata_bytes", _G, "Memory beside the cache.", (), _one(lambda m: m.stats.metadata_bytes)),
+    _S("strataflux_ssd_reads", _C, "Reads that completed.", (), _one(lambda m: m.stats.reads.reads)),
+    _S("strataflux_ssd_read_bytes", _C, "Bytes read.", (), _one(lambda m: m.stats.reads.bytes)),
+    _S(
+        "strataflux_ssd_read_seconds",
+        _C,
+        "Sum over reads from submission to completion.",
+        (),
+        _one(lambda m: m.stats.reads.microseconds / 1e6),
+    ),
+    _S("strataflux_io_inflight", _G, "Reads in flight.", (), _one(lambda m: m.stats.reads.in_flight)),
+    _S("strataflux_io_queued", _G, "Requests that wait for a read.", (), _one(lambda m: m.stats.reads.queued)),
+    _S("strataflux_io_errors", _C, "Reads that failed.", (), _one(lambda m: m.stats.reads.errors)),
+    _S("strataflux_short_reads", _C, "Reads that came short.", (), _one(lambda m: m.stats.reads.short_reads)),
+    _S(
+        "strataflux_direct_io_fallbacks",
+        _C,
+        "Files that turned out to refuse direct reads.",
+        (),
+        _one(lambda m: m.stats.reads.direct_fallbacks),
+    ),
+    _S(
+        "strataflux_shard_records",
+        _G,
+        "Records of a store.",
+        ("model",),
+        lambda m: [((digest,), records) for digest, _, records, _ in m.stores],
+    ),
+    _S(
+        "strataflux_shard_bytes",
+        _G,
+        "Bytes of a store.",
+        ("model",),
+        lambda m: [((digest,), size) for digest, _, _, size in m.stores],
+    ),
+    _S(
+        "strataflux_shard_resident_records",
+        _G,
+        "Records of a store in the cache.",
+        ("model",),
+        _per_store(lambda row: row.resident_records),
+    ),
+    _S("strataflux_shard_direct", _G, "Whether it is read directly.", ("model",), _per_store(lambda row: row.direct)),
+    _S("strataflux_clients", _G, "Sessions that live.", (), _one(lambda m: m.sessions)),
+    _S("strataflux_sessions", _C, "Sessions that were made.", (), _one(lambda m: m.attach.attached)),
+    _S(
+        "strataflux_sessions_ended",
+        _C,
+        "Sessions that ended, by cause.",
+        ("cause",),
+        lambda m: [((cause,), count) for cause, count in sorted(m.attach.ended.items())],
+    ),
+    _S(
+        "strataflux_attach_refused",
+        _C,
+        "Attach requests refused, by reason.",
+        ("reason",),
+        lambda m: [((code,), count) for code, count in sorted(m.attach.refused.items())],
+    ),
+    _S("strataflux_attach_malformed", _C, "Malformed messages.", (), _one(lambda m: m.attach.malformed)),
+    _S("strataflux_attach_turned_away", _C, "Connections beyond the bound.", (), _one(lambda m: m.attach.turned_away)),
+    _S(
+        "strataflux_auth_denied",
+        _C,
+        "Attach requests for a store that the user may not use.",
+        ("reason",),
+        lambda m: [(("store",), m.attach.refused["denied"])],
+    ),
+    _S(
+        "strataflux_control_connections",
+        _C,
+        "Connections to the control socket, by role.",
+        ("role",),
+        lambda m: [((role,), count) for role, count in sorted(m.control_connections.items())],
+    ),
+    _S("strataflux_ready", _G, "1 while requests are taken.", (), _one(lambda m: m.ready)),
+    _S(
+        "strataflux_degraded",
+        _G,
+        "1 for each reason that holds.",
+        ("reason",),
+        lambda m: [((reason,), 1) for reason in sorted(m.degraded)],
+    ),
+    _S(
+        "strataflux_watchdog_last_progress_seconds",
+        _G,
+        "Age of the data path's last progress.",
+        (),
+        _one(lambda m: m.progress_age_seconds),
+    ),
+    _S("strataflux_reader_turns", _C, "Sweeps of the reader's loop.", (), _one(lambda m: m.stats.turns)),
+)
+
+
+class StrataFluxCollector(Collector):
+    """Turns a moment into metric families. ``look`` is called once a scrape, on the scraper's thread."""
+
+    def __init__(self, look: Callable[[], Moment]) -> None:
+        # fixed after construction
+        self._look = look
+
+    def collect(self) -> Iterator[Metric]:
+        """One family a declaration, and those whose shape is their own."""
+        begun = time.perf_counter()
+        moment = self._look()
+        for declared in METRICS:
+            family = declared.kind(declared.name, declared.help, labels=declared.labels)
+            for labels, value in declared.read(moment):
+                family.add_metric(labels, float(value))
+            yield family
+        yield _fill_seconds(moment.stats)
+        yield from _infos(moment)
+        yield GaugeMetricFamily("strataflux_scrape_seconds", "What this scrape cost.", time.perf_counter() - begun)
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: the registry then does not look at live state when this collector is registered."""
+        return iter(())
+
+
+def _fill_seconds(stats: Stats) -> HistogramMetricFamily:
+    """Cumulative buckets of a histogram that is kept by bucket."""
+    family = HistogramMetricFamily("strataflux_fill_seconds", "From request taken to record readable.")
+    bounds = [*(f"{bound / 1e6:g}" for bound in stats.fills.latency_bounds_us), "+Inf"]
+    total, buckets = 0, []
+    for bound, count in zip(bounds, stats.fills.latency_counts or [0] * len(bounds), strict=True):
+        total += count
+        buckets.append((bound, float(total)))
+    family.add_metric((), buckets, sum_value=stats.fills.latency_us / 1e6)
+    return family
+
+
+def _infos(m: Moment) -> Iterator[Metric]:
+    backend = InfoMetricFamily("strataflux_io_backend", "How records are read in fact.")
+    registered = str(m.registered_buffers).lower()
+    backend.add_metric((), {"engine": m.engine, "direct": m.direct_io, "registered": registered})
+    yield backend
+    build = InfoMetricFamily("strataflux_build", "This program.")
+    build.add_metric((), {"version": m.version})
+    yield build
+    shard = InfoMetricFamily("strataflux_shard", "The stores that are served.", labels=("model",))
+    for digest, generation, _, _ in m.stores:
+        shard.add_metric((digest,), {"epoch": str(generation)})
+    yield shard
+
+
+class _HttpServer(Protocol):
+    server_port: int
+
+    def shutdown(self) -> None: ...
+
+    def server_close(self) -> None: ...
+
+
+class Exporter:
+    """Serves the metrics over HTTP on one address, from a thread of its own. Pairs: construction / ``close``."""
+
+    def __init__(self, address: Address, look: Callable[[], Moment]) -> None:
+        """Listen on ``address``.
+
+        Raises:
+            ConfigError: it cannot be listened on.
+        """
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(StrataFluxCollector(look))
+        try:
+            server, self._thread = start_http_server(address.port, address.host, registry)
+        except OSError as error:
+            raise ConfigError(
+                "metrics.listen",
+                f"{address.host}:{address.port} ({error.strerror or error})",
+                "an address of this machine with a free port",
+                "choose another, or leave it empty for no metrics",
+            ) from error
+        # fixed after construction
+        self._server: _HttpServer = server
+        self.port: int = server.server_port
+
+    def close(self) -> None:
+        """Stop listening and end the thread."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
