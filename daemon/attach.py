@@ -36,6 +36,7 @@ _TEXT_MAX: Final = 2_000
 _PENDING_SHARE: Final = 2
 """Connections allowed for each session allowed: enough to be told the reason of a refusal, and bounded."""
 _RETRY_SECONDS: Final = 1.0
+_CAUSES: Final = ("hang_up", "process_end", "malformed", "slow", "stop")
 
 
 @dataclass
@@ -47,10 +48,10 @@ class AttachCounters:
     """Closed unheard: too many connections, or a peer that was gone."""
     malformed: int = 0
     attached: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(messages.REFUSALS, 0)))
     """By the attach protocol's code."""
-    ended: Counter[str] = field(default_factory=Counter)
-    """Sessions, by cause: hang_up, process_end, malformed, slow, stop."""
+    ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_CAUSES, 0)))
+    """Sessions, by cause."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ class AttachServer:
     def clients(self) -> list[AttachedClient]:
         """The sessions that live."""
         return [c.attached for c in self._connections if c.attached is not None and c.state is State.ATTACHED]
+
+    @property
+    def session_count(self) -> int:
+        """How many sessions live. Any thread."""
+        return self.counters.attached - self.counters.ended.total()
 
     @property
     def holders(self) -> list[Holder]:
@@ -303,9 +309,9 @@ class _Connection:
                 await self._free(opened.index)
                 return
             self.attached = AttachedClient(opened.index, opened.session_id, self.peer, client, request.stores)
+            self._server.counters.attached += 1
             if self.send(self._welcome(opened), opened.descriptors):
                 self.state = State.ATTACHED
-                self._server.counters.attached += 1
                 self._loop.add_reader(self._socket, self._on_readable)
                 _LOG.info("session %x: %s, uid %d, process %d", opened.session_id, client, request.uid, request.pid)
         finally:

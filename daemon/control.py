@@ -24,7 +24,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from strataflux.daemon.access import ADMIN, READER
 from strataflux.daemon.attach import AttachServer
 from strataflux.daemon.config import Config
-from strataflux.daemon.errors import DaemonError
+from strataflux.daemon.errors import RuntimeFolderError
 from strataflux.daemon.health import Health
 from strataflux.daemon.interface import Reader, ServedStore
 from strataflux.proto import control_pb2, control_pb2_grpc, layout
@@ -205,7 +205,7 @@ class ControlPlane:
         """Serve both roles on their private sockets.
 
         Raises:
-            DaemonError: a socket cannot be bound.
+            RuntimeFolderError: a socket cannot be bound.
         """
         for methods in (ReaderMethods(self._service, self._stopping), AdminMethods(self._service, self._stopping)):
             server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
@@ -216,7 +216,7 @@ class ControlPlane:
                 server.add_insecure_port(f"unix:{path}")
             except RuntimeError as error:
                 remedy = "choose a shorter --runtime-dir"
-                raise DaemonError(path, f"no socket ({error})", "a socket to serve gRPC on", remedy) from error
+                raise RuntimeFolderError(path, f"no socket ({error})", "a socket to serve gRPC on", remedy) from error
             await server.start()
             self._servers.append(server)
         await self.show_health()

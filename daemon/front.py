@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from strataflux.daemon.access import peer_of, role_of
+from strataflux.daemon.access import ADMIN, READER, peer_of, role_of
 
 __all__ = ["ControlFront"]
 
 _LOG: Final = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 64 * 1024
 _MAX_CONNECTIONS: Final = 64
+_LAST_WORDS_SECONDS: Final = 0.2
 
 
 class ControlFront:
@@ -30,7 +31,7 @@ class ControlFront:
         self._listener = listener
         self._servers = servers
         # event loop only
-        self.connections: Counter[str] = Counter()
+        self.connections: Counter[str] = Counter({ADMIN: 0, READER: 0, "refused": 0})
         """Connections so far, by role; ``refused`` for those beyond the bound."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -43,10 +44,13 @@ class ControlFront:
         """Stop listening and cut every connection. Idempotent."""
         if self._server is not None:
             self._server.close()
+        if self._tasks:
+            # The servers behind have ended by now: what they said last is still on its way.
+            await asyncio.wait(list(self._tasks), timeout=_LAST_WORDS_SECONDS)
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks)
+            await asyncio.wait(list(self._tasks))
         self._listener.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,0 +1,51 @@
+"""From the configuration to the open stores and the reader: the one place that imports compiled code."""
+
+from collections.abc import Sequence
+
+from strataflux.daemon.config import Config
+from strataflux.daemon.reader_thread import ReaderSettings, ReaderThread, warm_up
+from strataflux.daemon.store import Store, open_served
+
+__all__ = ["compile_everything", "make_reader", "open_stores"]
+
+
+def open_stores(config: Config) -> list[Store]:
+    """Open and validate every store, in the order of the configuration; all or none.
+
+    Stores under the same access rule share a domain: only they may lie side by side in one segment of memory.
+
+    Raises:
+        StoreError, DirectIoUnavailable: of the first store that cannot be served.
+    """
+    domains: dict[object, int] = {}
+    opened: list[Store] = []
+    try:
+        for store in config.stores:
+            rule = (store.share, store.allow_uids, store.allow_groups)
+            domain = domains.setdefault(rule, len(domains))
+            direct_io = config.reader.direct_io
+            opened.append(open_served(store.path, direct_io=direct_io, preload=store.preload, domain=domain))
+    except BaseException:
+        for done in opened:
+            done.close()
+        raise
+    return opened
+
+
+def make_reader(config: Config, stores: Sequence[Store], idle_seconds: float) -> ReaderThread:
+    """The reader, not started. ``idle_seconds`` is how long it may sleep without turning its loop."""
+    settings = ReaderSettings(
+        weight_bytes=config.cache.weight_bytes,
+        kv_bytes=config.cache.kv_bytes,
+        engine=config.reader.engine,
+        queue_depth=config.reader.queue_depth,
+        grace_seconds=config.reader.grace_seconds,
+        threads=config.reader.threads,
+        idle_seconds=idle_seconds,
+    )
+    return ReaderThread(settings, stores)
+
+
+def compile_everything() -> None:
+    """Bring all compiled code of the service into the cache folder."""
+    warm_up()

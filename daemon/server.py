@@ -1,0 +1,246 @@
+"""The service's life: ``startup``, ``serve`` with its ``on_tick``, ``drain``, ``close``, in this order.
+
+The first signal (or a Drain call) ends ``serve`` and drains; the second ends the drain. Whatever was started is closed
+in the opposite order, also when the start failed half-way. Only ``__main__`` exits.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+
+from strataflux import __version__
+from strataflux.daemon.access import StoreAccess
+from strataflux.daemon.admission import Admission
+from strataflux.daemon.attach import AttachServer
+from strataflux.daemon.config import Config
+from strataflux.daemon.health import Health, ProgressWatch
+from strataflux.daemon.interface import Reader, ServedStore
+from strataflux.daemon.memory import available_memory, require_memory
+from strataflux.daemon.notify import Notifier, activated_sockets, watchdog_seconds
+from strataflux.daemon.runtime_dir import RuntimeFolder
+from strataflux.proto.runtime import ATTACH_SOCKET, CONTROL_SOCKET, runtime_folder
+
+if TYPE_CHECKING:
+    from strataflux.daemon.control import ControlPlane
+    from strataflux.daemon.front import ControlFront
+    from strataflux.daemon.metrics import Moment
+
+__all__ = ["OpenStore", "Server"]
+
+_LOG: Final = logging.getLogger(__name__)
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_TICK_SECONDS: Final = 1.0
+_POLL_SECONDS: Final = 0.01
+_STALLED_SECONDS: Final = 10.0
+_IDLE_SECONDS: Final = 1.0
+
+
+class OpenStore(ServedStore, Protocol):
+    """A served store, with its end."""
+
+    def close(self) -> None:
+        """Close its descriptors; nothing may be in flight."""
+
+
+S = TypeVar("S", bound=OpenStore)
+
+
+class Server(Generic[S]):
+    """One daemon. ``run`` is its whole life; nothing of it is used twice."""
+
+    def __init__(
+        self,
+        config: Config,
+        environment: MutableMapping[str, str],
+        open_stores: Callable[[Config], Sequence[S]],
+        make_reader: Callable[[Config, Sequence[S], float], Reader],
+    ) -> None:
+        # fixed after construction
+        self.config = config
+        self._environment = environment
+        self._open_stores = open_stores
+        self._make_reader = make_reader
+        self._notifier = Notifier(environment)
+        self._watchdog = watchdog_seconds(environment, os.getpid())
+        self._stop = asyncio.Event()
+        self._force = asyncio.Event()
+        self._watch = ProgressWatch(time.monotonic)
+        self._stack = AsyncExitStack()
+        # fixed after startup
+        self._reader: Reader
+        self._stores: Sequence[S] = ()
+        self._attach: AttachServer
+        self._control: ControlPlane
+        self._front: ControlFront
+        self.metrics_port: int | None = None
+        # event loop only
+        self.health = Health(self._on_health)
+        self._health_shown: asyncio.Task[None] | None = None
+        self._status = ""
+
+    async def run(self) -> None:
+        """Start, serve until told to stop, drain, close.
+
+        Raises:
+            DaemonError, ContractError: at the start, by cause; everything that was started is closed by then.
+        """
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self.begin_drain, number.name)
+        try:
+            await self.startup()
+            await self.serve()
+            await self.drain()
+        finally:
+            await self.close()
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def begin_drain(self, reason: str = "a call to Drain") -> bool:
+        """End ``serve``; called again, end ``drain``. Whether this call was the first."""
+        first = not self._stop.is_set()
+        _LOG.info("stopping: %s" if first else "stopping at once: %s", reason)
+        (self._stop if first else self._force).set()
+        return first
+
+    async def startup(self) -> None:
+        """From nothing to READY: preflight, lock, stores, reader, attach, control, metrics."""
+        config = self.config
+        require_memory(config.cache.weight_bytes, config.cache.kv_bytes, available_memory())
+        activated = activated_sockets(self._environment, os.getpid())
+        for listener in activated.values():
+            self._stack.callback(listener.close)
+        folder = RuntimeFolder.open(runtime_folder(config.runtime_dir, self._environment))
+        self._stack.callback(folder.close)
+        await self._start_reader()
+        attach_listener = activated.get(ATTACH_SOCKET) or folder.bind(ATTACH_SOCKET, socket.SOCK_SEQPACKET)
+        accesses = [StoreAccess(store) for store in config.stores]
+        admission = Admission(self._stores, accesses, config.attach, config.cache.weight_bytes)
+        self._attach = AttachServer(attach_listener, self._reader, admission)
+        self._stack.push_async_callback(self._attach.close)
+        self._attach.start()
+        await self._start_control(
+            folder, activated.get(CONTROL_SOCKET) or folder.bind(CONTROL_SOCKET, socket.SOCK_STREAM)
+        )
+        self._start_metrics()
+        self.health.move_to("ready")
+        self._notifier.send(READY="1", STATUS=self._describe())
+        _LOG.info("ready in %s: %s", folder.path, self._describe())
+
+    async def serve(self) -> None:
+        """Tick until told to stop. Everything else happens in callbacks, and in the reader's thread."""
+        seconds = min(_TICK_SECONDS, self._watchdog / 4 if self._watchdog else _TICK_SECONDS)
+        while not self._stop.is_set():
+            self.on_tick()
+            try:
+                await asyncio.wait_for(self._stop.wait(), seconds)
+            except TimeoutError:
+                continue
+
+    def on_tick(self) -> None:
+        """Tell the service manager that the data path moves, if it does, and look whether the service is degraded."""
+        count, _ = self._reader.progress()
+        if self._watch.moved(count) and self._watchdog is not None:
+            self._notifier.send(WATCHDOG="1")
+        stalled = self._watch.age_seconds > max(_STALLED_SECONDS, 2 * (self._watchdog or 0))
+        self.health.set_reason("stalled", "the data path does not move" if stalled else None)
+        wanted_direct = self.config.reader.direct_io != "off" and bool(self._stores)
+        buffered = wanted_direct and self._reader.direct_io != "direct"
+        self.health.set_reason("buffered", "a store's file system refuses direct reads" if buffered else None)
+        if (status := self._describe()) != self._status:
+            self._status = status
+            self._notifier.send(STATUS=status)
+
+    async def drain(self) -> None:
+        """Take nothing new and let what is in flight end, for a bounded time."""
+        self.health.move_to("draining")
+        self._notifier.send(STOPPING="1", STATUS="draining")
+        self._attach.stop_intake()
+        self._reader.begin_drain()
+        until = time.monotonic() + self.config.life.drain_seconds
+        while self._reader.progress()[1] and time.monotonic() < until and not self._force.is_set():
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def close(self) -> None:
+        """End what was started, last first. Idempotent."""
+        await self._stack.aclose()
+        if self._health_shown is not None:
+            await self._health_shown
+
+    async def _start_reader(self) -> None:
+        # In a worker thread, all of it: it reads files and may compile, and signals are heard meanwhile.
+        self._stores = await asyncio.to_thread(self._open_stores, self.config)
+        for store in self._stores:
+            self._stack.callback(store.close)
+        idle_seconds = self._watchdog / 4 if self._watchdog else _IDLE_SECONDS
+        self._reader = self._make_reader(self.config, self._stores, idle_seconds)
+        self._stack.push_async_callback(asyncio.to_thread, self._reader.stop)
+        await asyncio.to_thread(self._reader.start)
+
+    async def _start_control(self, folder: RuntimeFolder, listener: socket.socket) -> None:
+        # Imported here: gRPC takes a quarter of a second, which a start that is refused need not pay.
+        from strataflux.daemon.control import ControlPlane, Service
+        from strataflux.daemon.front import ControlFront
+
+        service = Service(
+            version=__version__,
+            config=self.config,
+            reader=self._reader,
+            stores=self._stores,
+            attach=self._attach,
+            health=self.health,
+            begin_drain=self.begin_drain,
+        )
+        self._control = ControlPlane(service, folder.private_folder())
+        self._front = ControlFront(listener, self._control.addresses)
+        self._stack.push_async_callback(self._front.close)
+        self._stack.push_async_callback(self._control.close)
+        await self._control.start()
+        await self._front.start()
+
+    def _start_metrics(self) -> None:
+        if self.config.metrics.listen is None:
+            return
+        from strataflux.daemon.metrics import Exporter
+
+        exporter = Exporter(self.config.metrics.listen, self.look)
+        self._stack.callback(exporter.close)
+        self.metrics_port = exporter.port
+        _LOG.info("metrics on %s, port %d", self.config.metrics.listen.host, exporter.port)
+
+    def look(self) -> "Moment":
+        """What one scrape sees; called on the thread of the scrape."""
+        from strataflux.daemon.metrics import Moment
+
+        manifests = [store.manifest for store in self._stores]
+        return Moment(
+            stats=self._reader.snapshot(),
+            attach=self._attach.counters,
+            control_connections=dict(self._front.connections),
+            sessions=self._attach.session_count,
+            stores=tuple((m.identity_digest[:12], m.generation, m.record_count, m.records_bytes) for m in manifests),
+            ready=self.health.ready,
+            degraded=dict(self.health.reasons),
+            progress_age_seconds=self._watch.age_seconds,
+            engine=self._reader.engine,
+            direct_io=self._reader.direct_io,
+            registered_buffers=self._reader.registered_buffers,
+            version=__version__,
+        )
+
+    def _describe(self) -> str:
+        text = f"{len(self._stores)} stores, {self._attach.session_count} sessions, {self._reader.engine}, "
+        text += self._reader.direct_io
+        return text + "".join(f"; degraded: {reason}" for reason in self.health.reasons.values())
+
+    def _on_health(self, health: Health) -> None:
+        for reason in health.reasons.values():
+            _LOG.warning("degraded: %s", reason)
+        if hasattr(self, "_control"):
+            self._health_shown = asyncio.get_running_loop().create_task(self._control.show_health())
