@@ -1,0 +1,220 @@
+"""The attach block: all that compiled code needs to know of one attachment, in one array of u64.
+
+Addresses are of this process. A look-up loads everything from here, so that another attachment is another block and no
+compiled code keeps an address of its own. Its cells belong to the thread that runs steps; between steps the session may
+change tables and bases.
+
+    cell               content
+    ENABLED            0: every look-up misses and requests nothing (the session was fenced)
+    STEP, CLOCK        number of the current or last step; daemon clock copied at its begin
+    DAEMON_PAGE, VIEW, PAGE    addresses of the three pages
+    RING, RING_LOG2    address and size of the request ring's cells
+    TAIL, LIMIT, DROPPED       the producer's private state (proto/ring.py)
+    STAMPS             address of the stamp of unit 0
+    RUBBISH            entries that named a slot outside the mapped segments
+    N_TABLES, LAST_CHUNK       tables in use; index of the base that stands for everything beyond the last segment
+    SINK               written, never read: where stores go that mean nothing
+    COUNTERS …         the session page's counters in their order there
+    TABLES …           four cells a table: directory address, records, cell of its look-up counter, 0
+    BASES …            one a chunk of 16 MiB of the cache's address range: address | pages mapped; 0 = nothing mapped
+
+A base is a multiple of 4,096, so its low bits hold how many of the chunk's 64 pages are mapped: one load tells where a
+slot lies and whether it is there at all.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strataflux.proto import layout, ring
+from strataflux.proto.atomics import (
+    fence,
+    fence_acquire,
+    load_acquire_u32,
+    load_u32,
+    store_release_u32,
+    store_u32,
+    store_u64,
+)
+from strataflux.proto.compiled import compiled
+
+__all__ = [
+    "Block",
+    "Mapped",
+    "announce_wait",
+    "begin_step",
+    "end_step",
+    "end_wait",
+    "fills_count",
+    "is_fenced",
+    "make_block",
+    "set_bases",
+    "set_table",
+]
+
+Block = NDArray[np.uint64]
+
+ENABLED: Final = 0
+STEP: Final = 1
+CLOCK: Final = 2
+DAEMON_PAGE: Final = 3
+VIEW: Final = 4
+PAGE: Final = 5
+RING: Final = 6
+RING_LOG2: Final = 7
+TAIL: Final = 8
+LIMIT: Final = 9
+DROPPED: Final = 10
+STAMPS: Final = 11
+RUBBISH: Final = 12
+N_TABLES: Final = 13
+LAST_CHUNK: Final = 14
+SINK: Final = 15
+COUNTERS: Final = 16
+TABLES: Final = 32
+TABLE_CELLS: Final = 4
+BASES: Final = TABLES + TABLE_CELLS * layout.MAX_TABLES
+
+CHUNK_UNITS_LOG2: Final = (layout.SEGMENT_MIN_BYTES // layout.SLOT_UNIT_BYTES).bit_length() - 1
+PAGE_UNITS_LOG2: Final = layout.UNITS_PER_PAGE.bit_length() - 1
+CHUNK_PAGES: Final = layout.SEGMENT_MIN_BYTES // layout.CACHE_PAGE_BYTES
+UNIT_BYTES_LOG2: Final = layout.SLOT_UNIT_BYTES.bit_length() - 1
+PAGES_MASK: Final = 0xFFF
+
+WEIGHT_LOOKUPS: Final = COUNTERS + layout.COUNTERS.index("weight_lookups")
+KV_LOOKUPS: Final = COUNTERS + layout.COUNTERS.index("kv_lookups")
+"""Cells of the look-up counters; the hits of each follow in the next cell."""
+RING_DROPPED: Final = COUNTERS + layout.COUNTERS.index("ring_dropped")
+WAITS: Final = COUNTERS + layout.COUNTERS.index("waits")
+WAIT_NANOSECONDS: Final = COUNTERS + layout.COUNTERS.index("wait_nanoseconds")
+DEADLINES_EXCEEDED: Final = COUNTERS + layout.COUNTERS.index("deadlines_exceeded")
+STEPS_INVALID: Final = COUNTERS + layout.COUNTERS.index("steps_invalid")
+
+_N_COUNTERS: Final = len(layout.COUNTERS)
+_COUNTERS_AT: Final = layout.offset_of(layout.SESSION_PAGE, layout.COUNTERS[0])
+_CLOCK_AT: Final = layout.offset_of(layout.DAEMON_PAGE, "clock")
+_SLEEPING_AT: Final = layout.offset_of(layout.DAEMON_PAGE, "sleeping")
+_FENCED_AT: Final = layout.offset_of(layout.SESSION_VIEW, "fenced")
+_FILLS_AT: Final = layout.offset_of(layout.SESSION_VIEW, "fills")
+_HEAD_AT: Final = layout.offset_of(layout.SESSION_VIEW, "ring_head")
+_BEGUN_AT: Final = layout.offset_of(layout.SESSION_PAGE, "step_begun")
+_ENDED_AT: Final = layout.offset_of(layout.SESSION_PAGE, "step_ended")
+_TAIL_AT: Final = layout.offset_of(layout.SESSION_PAGE, "ring_tail")
+_AWAITING_AT: Final = layout.offset_of(layout.SESSION_PAGE, "awaiting")
+
+_STEP_MASK = np.uint64(0xFFFFFFFF)
+
+assert COUNTERS + _N_COUNTERS <= TABLES
+assert CHUNK_PAGES < PAGES_MASK
+
+
+class Mapped(NamedTuple):
+    """A cache segment mapped in this process."""
+
+    first_slot: int
+    address: int
+    bytes: int
+
+
+def make_block(pages: tuple[int, int, int], ring_log2: int, geometry: layout.SessionGeometry) -> Block:
+    """A block without tables and segments. ``pages`` are the addresses of daemon page, session view and session
+    segment.
+    """
+    chunks = -(-geometry.stamps_count >> CHUNK_UNITS_LOG2)
+    block = np.zeros(BASES + chunks + 1, np.uint64)
+    block[ENABLED] = 1
+    block[DAEMON_PAGE : PAGE + 1] = pages
+    block[RING] = pages[2] + geometry.ring_offset
+    block[RING_LOG2] = ring_log2
+    block[STAMPS] = pages[2] + geometry.stamps_offset
+    block[LAST_CHUNK] = chunks
+    return block
+
+
+def set_table(block: Block, number: int, directory: int, records: int, *, kv: bool) -> None:
+    """Put a directory (its address) under a table number; numbers are given in order."""
+    at = TABLES + TABLE_CELLS * number
+    block[at : at + 3] = directory, records, KV_LOOKUPS if kv else WEIGHT_LOOKUPS
+    block[N_TABLES] = number + 1
+
+
+def set_bases(block: Block, segments: Sequence[Mapped]) -> None:
+    """Make exactly these segments reachable; between steps only. Their bounds were checked against the stamps."""
+    block[BASES:] = 0
+    for segment in segments:
+        pages = segment.bytes // layout.CACHE_PAGE_BYTES
+        first_chunk = segment.first_slot >> CHUNK_UNITS_LOG2
+        for chunk in range(-(-pages // CHUNK_PAGES)):
+            mapped = min(pages - chunk * CHUNK_PAGES, CHUNK_PAGES)
+            block[BASES + first_chunk + chunk] = segment.address + chunk * layout.SEGMENT_MIN_BYTES | mapped
+
+
+@compiled
+def begin_step(block: Block) -> bool:
+    """Enter a step; True if the daemon sleeps and its doorbell must be rung."""
+    # SYNC: clock (read). Relaxed: a stamp that is a tick old is as good.
+    block[CLOCK] = np.uint64(load_u32(block[DAEMON_PAGE] + np.uint64(_CLOCK_AT)))
+    ring.begin_produce(block[TAIL : TAIL + 3], block[VIEW] + np.uint64(_HEAD_AT), block[RING_LOG2])
+    step = (block[STEP] + np.uint64(1)) & _STEP_MASK
+    block[STEP] = step
+    # SYNC: step-begun (publish). Full fence: either the daemon sees this step before it reuses a slot, or the look-ups
+    # below see that the slot's entry is gone. SYNC: sleeping (read) rests on the same fence.
+    store_u32(block[PAGE] + np.uint64(_BEGUN_AT), np.uint32(step))
+    fence()
+    if load_u32(block[VIEW] + np.uint64(_FENCED_AT)) != np.uint32(0):
+        block[ENABLED] = np.uint64(0)
+    return bool(load_u32(block[DAEMON_PAGE] + np.uint64(_SLEEPING_AT)) != np.uint32(0))
+
+
+@compiled
+def end_step(block: Block) -> bool:
+    """Leave the step; True if everything read from slots in it was right (or nothing was read, ENABLED being 0)."""
+    block[RING_DROPPED] = block[DROPPED]
+    for i in range(_N_COUNTERS):
+        store_u64(block[PAGE] + np.uint64(_COUNTERS_AT + 8 * i), block[COUNTERS + i])
+    ring.end_produce(block[TAIL : TAIL + 3], block[PAGE] + np.uint64(_TAIL_AT))
+    # SYNC: step-ended (publish). Release: slot reads and counters lie before it.
+    store_release_u32(block[PAGE] + np.uint64(_ENDED_AT), np.uint32(block[STEP]))
+    # SYNC: fenced (read). Acquire fence: a slot byte read after its refill is followed by a flag that is set.
+    fence_acquire()
+    if block[ENABLED] == np.uint64(0) or load_u32(block[VIEW] + np.uint64(_FENCED_AT)) == np.uint32(0):
+        return True
+    block[ENABLED] = np.uint64(0)
+    return False
+
+
+@compiled
+def is_fenced(block: Block) -> bool:
+    """The daemon took this session's slots away. After a hang-up without it they stay as they are: it died."""
+    return bool(load_u32(block[VIEW] + np.uint64(_FENCED_AT)) != np.uint32(0))
+
+
+@compiled
+def announce_wait(block: Block, ticks: int) -> bool:
+    """Say until which clock this session waits, outside a step; True if the doorbell must be rung."""
+    until = (np.uint64(load_u32(block[DAEMON_PAGE] + np.uint64(_CLOCK_AT))) + np.uint64(ticks)) & _STEP_MASK
+    # SYNC: awaiting (publish). Full fence: the daemon sees the flag, or fills_count below sees its newest count.
+    store_u32(block[PAGE] + np.uint64(_AWAITING_AT), np.uint32(max(until, np.uint64(1))))
+    fence()
+    return bool(load_u32(block[DAEMON_PAGE] + np.uint64(_SLEEPING_AT)) != np.uint32(0))
+
+
+@compiled
+def end_wait(block: Block) -> None:
+    """The session waits no longer."""
+    # SYNC: awaiting (publish). Late is harmless: it costs the daemon one wake-up call.
+    store_u32(block[PAGE] + np.uint64(_AWAITING_AT), np.uint32(0))
+
+
+@compiled
+def fills_count(block: Block) -> int:
+    """The count that moves with each sweep that filled something; the value to sleep on."""
+    # SYNC: fills (read). Acquire: entries are looked at after the count.
+    return np.int64(load_acquire_u32(block[VIEW] + np.uint64(_FILLS_AT)))  # type: ignore[return-value]
+
+
+def fills_address(block: Block) -> int:
+    """Address of the futex word of :func:`fills_count`."""
+    return int(block[VIEW]) + _FILLS_AT

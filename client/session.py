@@ -1,0 +1,374 @@
+"""A session: steps, look-ups, and what happens when the daemon goes away (it fails open).
+
+States, and what moves a session between them:
+
+    attached       a daemon fills what is missing       → reattaching by hang-up, a fence, or the daemon's wish
+    reattaching    what is resident stays usable, nothing is filled; after a fence all misses
+                                                        → attached between two steps
+    detached       closed, or in a forked child: for good
+
+The connection is watched by a thread of its own (:mod:`strataflux.client.keeper`), so that a step makes no system call
+to learn whether the daemon lives. It prepares changes of what is mapped; they happen between two steps, because
+addresses found in a step hold to its end. Within a step nothing raises for the daemon's sake.
+
+Threads: steps and look-ups belong to one thread at a time; ``stats`` and ``state`` may be asked from any; ``on_event``
+is called from the keeper's thread.
+"""
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strataflux.cache_policy.miss import MissPolicy, Skip, Wait
+from strataflux.client import attach_block, directory, futex
+from strataflux.client.attach import Attachment, AttachRequest, attach
+from strataflux.client.errors import MisuseError
+from strataflux.client.keeper import Event, Keeper
+from strataflux.client.session_stats import SessionStats, counts_of, make_stats
+from strataflux.proto import layout
+from strataflux.proto.messages import StoreRef
+from strataflux.proto.runtime import ATTACH_SOCKET, runtime_folder
+from strataflux.proto.store_format import StoreManifest
+
+__all__ = ["ATTACHED", "DETACHED", "REATTACHING", "Session", "Step"]
+
+_NAP_NANOSECONDS: Final = 50_000_000
+"""A wait looks up at least this often whether anybody is still filling, and asks again for what is missing."""
+
+ATTACHED: Final = "attached"
+DETACHED: Final = "detached"
+REATTACHING: Final = "reattaching"
+
+
+class Step:
+    """One step: ``with session.step() as step``. Addresses found in it are void after it."""
+
+    __slots__ = ("_session", "_valid")
+
+    def __init__(self, session: "Session") -> None:
+        self._session = session
+        self._valid: bool | None = None
+
+    def __enter__(self) -> Self:
+        self._session._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def end(self) -> bool:
+        """End the step now. False: what was read in it may be wrong, run it again without refinement. Never raises;
+        later calls give the same answer.
+        """
+        if self._valid is None:
+            self._valid = self._session._end()
+        return self._valid
+
+
+class Session:
+    """Pairs: :meth:`attach` / :meth:`close`; :meth:`step` / ``Step.end``, or ``with`` for either."""
+
+    def __init__(
+        self,
+        request: AttachRequest,
+        miss: MissPolicy,
+        on_event: Callable[[Event], None] | None,
+        pause: Callable[[float], object] | None,
+    ) -> None:
+        """Use :meth:`attach`."""
+        _compile()
+        # fixed after construction
+        self._deadline_seconds = miss.deadline_seconds if isinstance(miss, Wait) else 0.0
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._attachment = attach(request)
+        self._queued: list[Callable[[], None]] = []
+        self._totals = np.zeros(len(layout.COUNTERS) + 1, np.uint64)
+        self._state = ATTACHED
+        # the stepping thread; changed under _lock
+        self._inside = False
+        # the stepping thread
+        self._block = self._attachment.block
+        self._valid = True
+        self._keeper = Keeper(request, self._attachment, self, on_event, pause)
+        self._keeper.start()
+        _SESSIONS.add(self)
+
+    @classmethod
+    def attach(
+        cls,
+        stores: Sequence[StoreManifest | StoreRef],
+        *,
+        selections_per_step: int,
+        largest_set_bytes: int = 0,
+        runtime_dir: Path | None = None,
+        miss: MissPolicy = Skip(),  # noqa: B008 (immutable)
+        on_event: Callable[[Event], None] | None = None,
+        pause: Callable[[float], object] | None = None,
+        client: str = "strataflux",
+    ) -> "Session":
+        """Attach to the daemon.
+
+        Args:
+            stores: what to read; the first is table 0.
+            selections_per_step: most look-ups of one step; sizes the request ring.
+            largest_set_bytes: slot bytes that one look-up selects at most, 0 for sessions that never wait; the daemon
+                refuses what its cache cannot hold.
+            runtime_dir: where the daemon's sockets are; None looks in the usual places.
+            miss: what :meth:`lookup` does about absent records.
+            on_event: told about what happens to the session, from another thread; what it raises is logged.
+            pause: waits so many seconds between attempts to attach again (tests).
+            client: name in the daemon's listings.
+
+        Raises:
+            DaemonUnavailableError: nobody answers, or whoever does is not trusted.
+            RefusedError: the daemon said no; its numbers are in the message.
+            ContractError: it sent what this layout version does not allow.
+        """
+        path = runtime_folder(runtime_dir, os.environ) / ATTACH_SOCKET
+        request = AttachRequest(path, tuple(stores), selections_per_step, largest_set_bytes, client)
+        return cls(request, miss, on_event, pause)
+
+    def step(self) -> Step:
+        """A step to enter with ``with``.
+
+        Raises:
+            MisuseError: on entering: another step is open, or the session is closed or belongs to another process.
+        """
+        return Step(self)
+
+    def lookup(
+        self, table: int, oids: NDArray[np.int64], scores: NDArray[np.uint8], addresses: NDArray[np.uint64]
+    ) -> int:
+        """Find records, by the session's miss policy; inside a step only.
+
+        Args:
+            table: number of the store in ``stores``.
+            oids: int64 [n] record numbers.
+            scores: u8 [n], how much each matters (0 = unknown).
+            addresses: u64 [n], filled with where each record lies in this process, 0 where it is absent. They hold
+                until the step's end; under ``Wait`` only until the next call.
+
+        Returns:
+            How many are present.
+
+        Raises:
+            MisuseError: outside a step, a table or record that is not there, arrays of different lengths.
+        """
+        if self._deadline_seconds:
+            return self.lookup_waiting(table, oids, scores, addresses, self._deadline_seconds)
+        return self._look_up(table, oids, scores, addresses, again=False)
+
+    def lookup_waiting(
+        self,
+        table: int,
+        oids: NDArray[np.int64],
+        scores: NDArray[np.uint8],
+        addresses: NDArray[np.uint64],
+        deadline_seconds: float,
+    ) -> int:
+        """As :meth:`lookup`, but wait for what is absent until a deadline.
+
+        Waiting closes the step and opens another: addresses of earlier calls are void. A record that was waited for is
+        counted as the miss it was. Nobody waits for a daemon that is gone or stopping.
+        """
+        hits = self._look_up(table, oids, scores, addresses, again=False)
+        if hits == oids.size or not self._worth_waiting(table, oids):
+            return hits
+        started = time.monotonic_ns()
+        deadline = started + int(deadline_seconds * 1e9)
+        while True:
+            self._sleep_outside(table, oids, deadline)
+            hits = self._look_up(table, oids, scores, addresses, again=True)
+            late = time.monotonic_ns() >= deadline
+            if hits == oids.size or late or not self._worth_waiting(table, oids):
+                break
+        self._block[attach_block.WAITS] += np.uint64(1)
+        self._block[attach_block.WAIT_NANOSECONDS] += np.uint64(time.monotonic_ns() - started)
+        self._block[attach_block.DEADLINES_EXCEEDED] += np.uint64(late and hits < oids.size)
+        return hits
+
+    @property
+    def state(self) -> str:
+        """``attached``, ``reattaching`` or ``detached``."""
+        return self._state
+
+    def stats(self) -> SessionStats:
+        """Counts and state now."""
+        with self._lock:
+            counts = self._totals + counts_of(self._attachment.block)
+            return make_stats(counts, self._state, self._attachment.welcome)
+
+    def close(self) -> None:
+        """Leave the daemon and drop all maps. Idempotent.
+
+        Raises:
+            MisuseError: inside a step.
+        """
+        if self._inside:
+            raise MisuseError("close", "a step that is open", "none", "end the step first")
+        self._keeper.stop()
+        with self._lock:
+            self._run_queued()
+            self._state = DETACHED
+            self._attachment.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- the stepping thread -----------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._inside or self._state == DETACHED:
+                raise self._no_step()
+            self._inside = True
+        self._valid = True
+        self._open_step()
+
+    def _no_step(self) -> MisuseError:
+        if self._inside:
+            return MisuseError("step", "one open already", "one at a time", "end it before the next")
+        return MisuseError("step", "a session that is closed or of another process", "an open one", "attach anew")
+
+    def _open_step(self) -> None:
+        self._block = self._attachment.block
+        if attach_block.begin_step(self._block):
+            self._attachment.ring_doorbell()
+
+    def _close_step(self) -> None:
+        if not attach_block.end_step(self._block):
+            self._valid = False
+            self._block[attach_block.STEPS_INVALID] += np.uint64(1)
+            self._attachment.hang_up()  # the keeper sees it and attaches anew
+
+    def _end(self) -> bool:
+        if not self._inside:  # closed in a forked child
+            return False
+        self._close_step()
+        with self._lock:
+            self._inside = False
+            self._run_queued()
+        return self._valid
+
+    def _look_up(
+        self,
+        table: int,
+        oids: NDArray[np.int64],
+        scores: NDArray[np.uint8],
+        addresses: NDArray[np.uint64],
+        *,
+        again: bool,
+    ) -> int:
+        if not self._inside:
+            raise MisuseError("look-up", "no open step", "one", "look up within `with session.step()`")
+        hits = directory.look_up(self._block, table, oids, scores, addresses, again)
+        if hits < 0:
+            directory.raise_fault(hits, self._block, table, oids)
+        return hits
+
+    def _worth_waiting(self, table: int, oids: NDArray[np.int64]) -> bool:
+        enabled = self._attachment.filling and bool(self._block[attach_block.ENABLED])
+        return enabled and directory.absent_count(self._block, table, oids) > 0
+
+    def _sleep_outside(self, table: int, oids: NDArray[np.int64], deadline: int) -> None:
+        """End the step, sleep until nothing of ``oids`` is absent, for a nap at most, and begin another."""
+        self._close_step()
+        until = min(deadline, time.monotonic_ns() + _NAP_NANOSECONDS)
+        ticks = max((deadline - time.monotonic_ns()) // 1_000_000, 0) + 1
+        if attach_block.announce_wait(self._block, ticks):
+            self._attachment.ring_doorbell()
+        while True:
+            count = attach_block.fills_count(self._block)
+            left = until - time.monotonic_ns()
+            if left <= 0 or directory.absent_count(self._block, table, oids) == 0:
+                break
+            with contextlib.suppress(OSError):  # a machine without futex(2): the wait ends with look-ups
+                futex.wait(attach_block.fills_address(self._block), count, left)
+        attach_block.end_wait(self._block)
+        with self._lock:
+            self._run_queued()
+        self._open_step()
+
+    def _run_queued(self) -> None:
+        while self._queued:
+            self._queued.pop(0)()
+
+    # --- the keeper's thread -----------------------------------------------------------------------------------------
+
+    def lost(self) -> None:
+        """Nothing is filled any more (:class:`~strataflux.client.keeper.Keeper` calls this)."""
+        with self._lock:
+            self._state = REATTACHING
+
+    def replace(self, attachment: Attachment) -> None:
+        """Go on with ``attachment``, from the next step on (the keeper calls this)."""
+        self.between_steps(lambda: self._change_over(attachment))
+
+    def between_steps(self, change: Callable[[], None]) -> None:
+        """Run ``change``, which may not raise, now if no step is open, else at its end (the keeper calls this)."""
+        with self._lock:
+            if self._inside:
+                self._queued.append(change)
+            else:
+                change()
+
+    def _change_over(self, attachment: Attachment) -> None:
+        old, self._attachment = self._attachment, attachment
+        self._totals += counts_of(old.block)
+        self._state = ATTACHED
+        old.close()
+
+    def _forget_in_child(self) -> None:
+        """After fork: the maps do not exist here (MADV_DONTFORK), the connection is the parent's."""
+        self._lock = threading.Lock()
+        self._state = DETACHED
+        self._inside = False
+        self._queued.clear()
+        self._attachment.close()
+        self._keeper.forget_in_child()
+
+
+_SESSIONS: Final[weakref.WeakSet[Session]] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for session in list(_SESSIONS):
+        session._forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _compile() -> None:
+    """Compile the whole path on private memory, so that neither a step nor a session waits for it."""
+    geometry = layout.session_geometry(layout.RING_LOG2_MIN, 0, 0)
+    memory = np.zeros(2 * layout.PAGE_HEADER_BYTES + geometry.total_bytes + 8, np.uint8)
+    base = layout.round_up(memory.ctypes.data, 8)
+    pages = (base, base + layout.PAGE_HEADER_BYTES, base + 2 * layout.PAGE_HEADER_BYTES)
+    block = attach_block.make_block(pages, layout.RING_LOG2_MIN, geometry)
+    nothing = np.empty(0, np.int64)
+    attach_block.begin_step(block)
+    directory.look_up(block, 0, nothing, np.empty(0, np.uint8), np.empty(0, np.uint64), False)
+    directory.absent_count(block, 0, nothing)
+    attach_block.end_step(block)
+    attach_block.announce_wait(block, 1)
+    attach_block.fills_count(block)
+    attach_block.end_wait(block)
+    attach_block.is_fenced(block)
