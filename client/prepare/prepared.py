@@ -150,7 +150,7 @@ class PreparedModel:
         return dequantize(codes, scales, zeros, self.manifest.bits, self.manifest.group)
 
     def _tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._resident.get_tensor(name)  # type: ignore[no-untyped-call]
+        tensor: Tensor = self._resident.get_tensor(name)
         return tensor
 
 

@@ -1,7 +1,6 @@
 """Build a tokenizer from GGUF metadata: byte-level BPE with the pre-tokenizer the file names."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer
@@ -22,7 +21,7 @@ _LLAMA3_PATTERN = (
 )
 
 
-def tokenizer_from_gguf(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
+def tokenizer_from_gguf(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that ``metadata`` (keys ``tokenizer.ggml.*``) of the file ``path`` describes.
 
     Raises:
@@ -54,7 +53,7 @@ def tokenizer_from_gguf(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _pre_tokenizer(path: Path, name: str) -> PreTokenizer:
+def _pre_tokenizer(path: object, name: str) -> PreTokenizer:
     byte_level = ByteLevel(add_prefix_space=False, use_regex=True)
     if name == "gpt-2":
         return byte_level
