@@ -1,6 +1,7 @@
 """Who is at the other end of a socket, and which stores they may use."""
 
 import array
+import errno
 import os
 import socket
 import struct
@@ -18,7 +19,8 @@ READER: Final = "reader"
 _CREDENTIALS: Final = struct.Struct("iII")
 _SO_PEERGROUPS: Final = 59
 _SO_PEERPIDFD: Final = 77
-_GROUPS_MAX: Final = 65_536
+_GROUPS_BYTES: Final = 1024
+"""The longest option that Python reads: 256 groups."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,12 @@ def peer_of(connection: socket.socket) -> Peer:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
     groups = array.array("I")
-    groups.frombytes(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * 1024))
+    try:
+        groups.frombytes(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES))
+    except OSError as error:
+        if error.errno != errno.ERANGE:
+            raise
+        # Of somebody in more groups than Python can ask for only the first counts: too few rights, never too many.
     return Peer(pid, uid, gid, frozenset({gid, *groups}))
 
 
