@@ -54,6 +54,11 @@ _LLVM_INT = {1: ir.IntType(8), 2: ir.IntType(16), 4: ir.IntType(32), 8: ir.IntTy
 Codegen = Callable[..., Any]
 
 
+def _intrinsic(fn: Codegen) -> Any:
+    """Numba's decorator, untyped: checkers would otherwise ask callers for the typing context."""
+    return intrinsic(fn)
+
+
 def _pointer(builder: Any, address: Any, width: int) -> Any:
     return builder.inttoptr(address, _LLVM_INT[width].as_pointer())
 
@@ -70,7 +75,7 @@ def _make_load(name: str, result: Any, order: str, doc: str) -> Any:
 
     load.__name__ = load.__qualname__ = name
     load.__doc__ = doc
-    return intrinsic(load)
+    return _intrinsic(load)
 
 
 def _make_store(name: str, stored: Any, order: str, doc: str) -> Any:
@@ -87,7 +92,7 @@ def _make_store(name: str, stored: Any, order: str, doc: str) -> Any:
 
     store.__name__ = store.__qualname__ = name
     store.__doc__ = doc
-    return intrinsic(store)
+    return _intrinsic(store)
 
 
 load_u8 = _make_load("load_u8", types.uint8, "monotonic", "Load u8 at an address, unordered.")
@@ -108,7 +113,7 @@ store_release_u64 = _make_store(
 )
 
 
-@intrinsic
+@_intrinsic
 def load_f32(typing_context: Any, address: Any) -> tuple[Any, Codegen]:
     """Load an f32 at an address, unordered (plain: the compiler may vectorise it)."""
 
@@ -119,7 +124,7 @@ def load_f32(typing_context: Any, address: Any) -> tuple[Any, Codegen]:
     return types.float32(address), codegen
 
 
-@intrinsic
+@_intrinsic
 def add_u64(typing_context: Any, address: Any, value: Any) -> tuple[Any, Codegen]:
     """Atomically add to a u64 and return the value before (sequentially consistent). Host threads only:
     GPUs on PCIe have no atomics on host memory, so nothing that a GPU writes uses it.
@@ -143,14 +148,14 @@ def _make_fence(name: str, order: str, doc: str) -> Any:
 
     make.__name__ = make.__qualname__ = name
     make.__doc__ = doc
-    return intrinsic(make)
+    return _intrinsic(make)
 
 
 fence = _make_fence("fence", "seq_cst", "Full fence: no access moves across it, store-then-load included.")
 fence_acquire = _make_fence("fence_acquire", "acquire", "Earlier loads stay before every later access.")
 
 
-@intrinsic
+@_intrinsic
 def copy_bytes(typing_context: Any, target: Any, source: Any, count: Any) -> tuple[Any, Codegen]:
     """Copy ``count`` bytes between two addresses that do not overlap."""
 
@@ -165,14 +170,17 @@ def copy_bytes(typing_context: Any, target: Any, source: Any, count: Any) -> tup
     return types.void(target, source, count), codegen
 
 
-@intrinsic
+@_intrinsic
 def pause(typing_context: Any) -> tuple[Any, Codegen]:
     """Tell the core that this is a spin loop (x86 ``pause``, Arm ``yield``); a no-op elsewhere."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        mnemonic = {"x86_64": "pause", "aarch64": "yield"}.get(platform.machine())
-        if mnemonic is not None:
-            builder.asm(ir.FunctionType(ir.VoidType(), []), mnemonic, "", [], side_effect=True)
+        hint = {"x86_64": ("llvm.x86.sse2.pause", ()), "aarch64": ("llvm.aarch64.hint", (1,))}
+        if platform.machine() in hint:
+            name, numbers = hint[platform.machine()]
+            words = [ir.Constant(ir.IntType(32), n) for n in numbers]
+            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)] * len(words))
+            builder.call(builder.module.declare_intrinsic(name, fnty=kind), words)
         return context.get_dummy_value()
 
     return types.void(), codegen

@@ -1,0 +1,47 @@
+"""Engines: how the reader gets bytes from a file without waiting. One interface, one conformance suite.
+
+``uring`` hands reads to the kernel through raw io_uring rings; ``threads`` hands them to a pool of threads that call
+preadv2, where io_uring is forbidden. Both are compiled; the reader's loop calls the four functions below:
+
+* ``submit(e, window, descriptor, address, length, offset)``: one read into the bounce pool, not started yet
+* ``flush(e)``: start what was submitted
+* ``reap(e, finished)``: completed (window, bytes or -errno) pairs, in any order, without waiting
+* ``e[0].wait_descriptor``: an eventfd, readable when there may be something to reap; drained by who waits on it
+
+A read is in flight from ``submit`` until ``reap`` returns it, exactly once; its part of the bounce pool belongs to the
+kernel (or the thread) for that long.
+"""
+
+from typing import Any
+
+from strataflux.cache_policy.base import wide
+from strataflux.daemon.engines import board, uring
+from strataflux.daemon.engines.layout import ENGINE, URING
+from strataflux.proto.compiled import compiled
+
+__all__ = ["ENGINE", "flush", "reap", "submit"]
+
+
+@compiled
+def submit(e: Any, window: int, descriptor: int, address: int, length: int, offset: int) -> None:
+    """Prepare one read of ``length`` bytes at ``offset`` into ``address``; ``window`` names it in ``reap``."""
+    if e[0].kind == URING:
+        uring.submit(e, window, descriptor, address, length, offset)
+    else:
+        board.submit(e, window, descriptor, address, length, offset)
+
+
+@compiled
+def flush(e: Any) -> int:
+    """Start every submitted read; 0, or -errno if the kernel would not take them (they stay submitted)."""
+    if e[0].kind == URING:
+        return wide(uring.flush(e))
+    return wide(board.flush(e))
+
+
+@compiled
+def reap(e: Any, finished: Any) -> int:
+    """Completions into ``finished`` (i8 [2, depth]: windows, results); returns how many."""
+    if e[0].kind == URING:
+        return wide(uring.reap(e, finished))
+    return wide(board.reap(e, finished))

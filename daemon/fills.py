@@ -1,0 +1,362 @@
+"""Fills: from the queue through device reads into published slots. The reader thread only.
+
+A *window* is one read in flight: an aligned piece of a store's file that covers one record, or several neighbours. It
+lands in the window's own part of the bounce pool, is copied and checksummed into the slots in one pass, and only then
+published. States of a window: FREE ── start_fills ──► IN FLIGHT ── finish_reads ──► FREE; a short read goes
+round again.
+
+Invariant: a FILLING slot is in the chain of exactly one window in flight; only bytes whose CRC was right are published.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from strataflux.cache_policy.base import later_by, wide
+from strataflux.daemon import engines
+from strataflux.daemon.cache import (
+    abandon_fill,
+    ask_page,
+    begin_fill,
+    evict_one,
+    is_draining,
+    pending_of,
+    publish,
+    quarantine,
+    slot_address,
+)
+from strataflux.daemon.requests import drop, pop, push_again, put_back, release
+from strataflux.daemon.state import FILL_BUCKETS_US, NONE, Core
+from strataflux.proto import layout
+from strataflux.proto.atomics import load_u32
+from strataflux.proto.checksum import copy_crc32c
+from strataflux.proto.compiled import compiled
+
+__all__ = ["finish_reads", "start_fills", "start_preload"]
+
+_AWAITING = layout.offset_of(layout.SESSION_PAGE, "awaiting")
+_EINTR, _EIO, _EAGAIN, _EINVAL = 4, 5, 11, 22
+_KEY_SHIFT = 32
+_OID = 0xFFFFFFFF
+_PIN_AT_MOST = 60_000
+_BUCKETS_US = np.array(FILL_BUCKETS_US, np.int64)
+_RETRIES = 1
+
+
+@compiled
+def section_of(c: Core, table: int, oid: int) -> int:
+    """The section that holds a record, by bisection over its table's sections."""
+    low = c.tables[table].first_section
+    high = low + c.tables[table].sections
+    while high - low > 1:
+        middle = (low + high) // 2
+        if c.sections[middle].first <= oid:
+            low = middle
+        else:
+            high = middle
+    return wide(low)
+
+
+@compiled
+def start_fills(c: Core, e: Any) -> int:
+    """Start reads for the most wanted records that find a window and a slot; returns how many records."""
+    count = _pop_sorted(c, c.rd[0].depth - c.rd[0].in_flight)
+    started = 0
+    window, kept = NONE, 0
+    for i in range(count):
+        place = c.wanted[i]
+        key, retries = c.queue[place].key, wide(c.queue[place].retries)
+        entry = _slot_for(c, place, key >> _KEY_SHIFT, key & _OID)
+        if entry == NONE:
+            c.wanted[kept] = place
+            kept += 1
+            continue
+        if retries or window == NONE or not _join(c, window, entry):
+            _send(c, e, window)
+            window = _open_window(c, entry)
+            if retries:
+                _send(c, e, window)
+                window = NONE
+        release(c, place)
+        started += 1
+    _send(c, e, window)
+    for i in range(kept - 1, -1, -1):
+        _wait_or_drop(c, c.wanted[i])
+    return started
+
+
+@compiled
+def _pop_sorted(c: Core, at_most: int) -> int:
+    """Pop up to ``at_most`` requests, most wanted first, and order them by table and record so that neighbours meet."""
+    count = 0
+    while count < at_most:
+        place = pop(c)
+        if place == NONE:
+            break
+        key = c.queue[place].key
+        at = count
+        while at > 0 and c.queue[c.wanted[at - 1]].key > key:
+            c.wanted[at] = c.wanted[at - 1]
+            at -= 1
+        c.wanted[at] = place
+        count += 1
+    return count
+
+
+@compiled
+def _slot_for(c: Core, place: int, table: int, oid: int) -> int:
+    """A FILLING slot for a queued record, or ``NONE``. At most a quarter of a class may be filling."""
+    cls = c.sections[section_of(c, table, oid)].cls
+    group = c.classes[cls]
+    if group.slots and group.filling * 4 > max(group.slots, 4):
+        return NONE
+    entry = begin_fill(c, cls, table, oid)
+    if entry != NONE:
+        node = c.queue[place]
+        slot = c.slots[entry]
+        slot.retries = node.retries
+        slot.session = node.session
+        slot.score = node.score
+        slot.asked_us = node.asked_us & _OID
+        slot.next = NONE
+    return entry
+
+
+@compiled
+def _wait_or_drop(c: Core, place: int) -> None:
+    """No slot for a request now: it waits in the queue while eviction makes room, and is dropped when a quarter of
+    its class already waits for grace, because then the sessions are what is slow.
+    """
+    key = c.queue[place].key
+    cls = c.sections[section_of(c, key >> _KEY_SHIFT, key & _OID)].cls
+    group = c.classes[cls]
+    if group.free_head != NONE:
+        put_back(c, place)
+        return
+    c.rd[0].starved = 1
+    if group.retired * 4 > group.slots:
+        _drop_for_grace(c, place)
+        return
+    if not evict_one(c, cls):
+        ask_page(c, cls)
+        if group.retired + group.filling + c.pages.classes[cls].coming == 0:
+            _drop_for_grace(c, place)
+            return
+    put_back(c, place)
+
+
+@compiled
+def _drop_for_grace(c: Core, place: int) -> None:
+    c.rd[0].dropped_grace += 1
+    session = wide(c.queue[place].session)
+    if session != NONE:
+        c.sessions[session].dropped_grace += 1
+    drop(c, place)
+
+
+@compiled
+def _open_window(c: Core, entry: int) -> int:
+    """A free window around one record."""
+    window = c.rd[0].free_window
+    w = c.windows[window]
+    c.rd[0].free_window = w.next_free
+    c.rd[0].in_flight += 1
+    table = wide(c.slots[entry].table)
+    offset, length = _extent(c, entry)
+    w.state = 1
+    w.table = table
+    w.offset = offset - offset % c.tables[table].alignment
+    w.needed = offset + length - w.offset
+    w.length = _aligned(w.needed, c.tables[table].alignment)
+    w.done = 0
+    w.chain = entry
+    w.count = 1
+    w.submitted_us = c.rd[0].now_us
+    return wide(window)
+
+
+@compiled
+def _join(c: Core, window: int, entry: int) -> bool:
+    """Put a record into a window that is not sent yet, if it is a neighbour and the bounce buffer is large enough."""
+    w = c.windows[window]
+    table = wide(c.slots[entry].table)
+    offset, length = _extent(c, entry)
+    needed = offset + length - w.offset
+    near = offset - offset % c.tables[table].alignment <= w.offset + w.length
+    if w.table != table or offset < w.offset or not near:
+        return False
+    if _aligned(needed, c.tables[table].alignment) > c.rd[0].window_bytes:
+        return False
+    w.needed = max(w.needed, needed)
+    w.length = _aligned(w.needed, c.tables[table].alignment)
+    c.slots[entry].next = w.chain
+    w.chain = entry
+    w.count += 1
+    c.rd[0].merged += 1
+    return True
+
+
+@compiled
+def _extent(c: Core, entry: int) -> tuple[int, int]:
+    """(offset in the file, bytes) of a slot's record."""
+    slot = c.slots[entry]
+    s = c.sections[section_of(c, wide(slot.table), wide(slot.oid))]
+    return s.offset + (wide(slot.oid) - s.first) * s.stride, s.bytes
+
+
+@compiled
+def _aligned(length: int, alignment: int) -> int:
+    return (length + alignment - 1) // alignment * alignment
+
+
+@compiled
+def _send(c: Core, e: Any, window: int) -> None:
+    """Hand a window (or what a short read left of it) to the engine."""
+    if window == NONE:
+        return
+    w = c.windows[window]
+    table = c.tables[w.table]
+    w.direct = table.direct
+    engines.submit(e, window, table.descriptor, w.buffer + w.done, w.length - w.done, w.offset + w.done)
+    c.rd[0].reads += 1
+
+
+@compiled
+def finish_reads(c: Core, e: Any) -> int:
+    """Take every completion there is; returns how many."""
+    count = engines.reap(e, c.finished)
+    for i in range(count):
+        _finish(c, e, c.finished[0, i], c.finished[1, i])
+    c.rd[0].completions += count
+    return count
+
+
+@compiled
+def _finish(c: Core, e: Any, window: int, result: int) -> None:
+    """The three exits of a completion: error, short, done."""
+    w = c.windows[window]
+    if result < 0 or (result == 0 and w.done < w.needed):
+        _read_failed(c, e, window, result)
+        return
+    c.rd[0].read_bytes += result
+    c.tables[w.table].read_bytes += result
+    w.done += result
+    if w.done < w.needed:
+        c.rd[0].short_reads += 1
+        w.done -= w.done % c.tables[w.table].alignment
+        _send(c, e, window)
+        return
+    c.rd[0].read_us_sum += c.rd[0].now_us - w.submitted_us
+    entry = w.chain
+    while entry != NONE:
+        after = wide(c.slots[entry].next)
+        _verify(c, w.buffer - w.offset, entry)
+        entry = after
+    _close_window(c, window)
+
+
+@compiled
+def _read_failed(c: Core, e: Any, window: int, result: int) -> None:
+    """An error: go on without direct I/O if that was it, repeat an interruption, else give every record back."""
+    w = c.windows[window]
+    table = c.tables[w.table]
+    if result == -_EINVAL and w.direct and table.buffered != NONE:
+        if table.direct:
+            table.descriptor = table.buffered
+            table.direct = 0
+            table.fallbacks += 1
+        _send(c, e, window)
+        return
+    if result == -_EAGAIN or result == -_EINTR:
+        _send(c, e, window)
+        return
+    c.rd[0].io_errors += 1
+    entry = w.chain
+    while entry != NONE:
+        after = wide(c.slots[entry].next)
+        # Neighbours of a bad sector are read again alone, without it counting as their fault.
+        _give_up(c, entry, w.count == 1)
+        entry = after
+    _close_window(c, window)
+
+
+@compiled
+def _close_window(c: Core, window: int) -> None:
+    c.windows[window].state = 0
+    c.windows[window].next_free = c.rd[0].free_window
+    c.rd[0].free_window = window
+    c.rd[0].in_flight -= 1
+
+
+@compiled
+def _verify(c: Core, base: int, entry: int) -> None:
+    """Copy one record into its slot, compare its checksum, publish. ``base`` + file offset = address in the pool."""
+    offset, length = _extent(c, entry)
+    table, oid = wide(c.slots[entry].table), wide(c.slots[entry].oid)
+    found = copy_crc32c(slot_address(c, entry), base + offset, length)
+    if np.uint32(found) != load_u32(c.tables[table].checksums + 4 * oid):
+        c.rd[0].corrupt += 1
+        c.tables[table].corrupt += 1
+        _give_up(c, entry, True)
+    elif is_draining(c, entry):
+        abandon_fill(c, entry)
+    else:
+        _count_fill(c, entry)
+        publish(c, entry)
+
+
+@compiled
+def _give_up(c: Core, entry: int, its_fault: bool) -> None:
+    """A record could not be read: once more, alone; the second time it is quarantined."""
+    slot = c.slots[entry]
+    table, oid, tried = wide(slot.table), wide(slot.oid), wide(slot.retries)
+    abandon_fill(c, entry)
+    if its_fault and tried >= _RETRIES:
+        quarantine(c, table, oid)
+        return
+    c.rd[0].retries += 1
+    push_again(c, entry, 1 if its_fault else tried)
+
+
+@compiled
+def _count_fill(c: Core, entry: int) -> None:
+    """Statistics of a fill, and the pin of one that a client is waiting for."""
+    slot = c.slots[entry]
+    took = (c.rd[0].now_us - wide(slot.asked_us)) & _OID
+    bucket = 0
+    while bucket < len(_BUCKETS_US) and took > _BUCKETS_US[bucket]:
+        bucket += 1
+    c.fill_us[bucket] += 1
+    c.rd[0].fill_us_sum += took
+    session = wide(slot.session)
+    if session != NONE:
+        c.sessions[session].fills += 1
+        deadline = wide(load_u32(c.sessions[session].page + _AWAITING))
+        left = later_by(deadline, c.rd[0].clock)
+        if deadline and 0 < left <= _PIN_AT_MOST:
+            slot.pinned = deadline
+
+
+@compiled
+def start_preload(c: Core, e: Any) -> int:
+    """Read ahead for stores that want it whole, with half the windows and only into slots that are free anyway."""
+    started = 0
+    for table in range(c.rd[0].n_tables):
+        t = c.tables[table]
+        while t.preload_next != NONE and c.rd[0].in_flight * 2 < c.rd[0].depth:
+            oid = t.preload_next
+            t.preload_next = oid + 1 if oid + 1 < t.records else NONE
+            if load_u32(t.directory + 4 * oid) != 0 or pending_of(c, table, oid) != 0:
+                continue
+            cls = c.sections[section_of(c, table, oid)].cls
+            entry = begin_fill(c, cls, table, oid)
+            if entry == NONE:
+                t.preload_next = NONE
+                break
+            slot = c.slots[entry]
+            slot.retries, slot.session, slot.score, slot.next = 0, NONE, 0, NONE
+            slot.asked_us = c.rd[0].now_us & _OID
+            _send(c, e, _open_window(c, entry))
+            c.rd[0].fills_preload += 1
+            started += 1
+    return started

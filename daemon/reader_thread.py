@@ -1,0 +1,261 @@
+"""The reader thread: builds the tier, runs the compiled loop, does what other threads ask between two runs of it."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from strataflux.daemon import cache, engines, reader
+from strataflux.daemon.engines.board import Board, open_board
+from strataflux.daemon.engines.uring import UringEngine, open_uring
+from strataflux.daemon.errors import DaemonError, ReaderFailed, Refusal
+from strataflux.daemon.folding import CounterFold, read_stats
+from strataflux.daemon.interface import SessionRequest
+from strataflux.daemon.stats import Stats
+from strataflux.daemon.store import Store
+from strataflux.daemon.tier import OpenSession, Tier
+from strataflux.proto import layout
+from strataflux.proto.errors import SegmentError
+
+__all__ = ["ReaderSettings", "ReaderThread"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ReaderSettings:
+    """What the reader is told; see the configuration for each value's cost."""
+
+    weight_bytes: int
+    kv_bytes: int = 0
+    engine: str = "uring"
+    queue_depth: int = 128
+    grace_seconds: float = 2.0
+    threads: int = 4
+    idle_seconds: float = 1.0
+
+
+EngineFactory = Callable[[Tier, ReaderSettings], "UringEngine | Board"]
+
+
+def make_engine(tier: Tier, settings: ReaderSettings) -> UringEngine | Board:
+    """The engine that the settings name, made in the calling thread.
+
+    Raises:
+        EngineUnavailable: the kernel or sandbox forbids it.
+    """
+    depth = settings.queue_depth
+    if settings.engine == "uring":
+        return open_uring(depth, tier.pool_address, depth * int(tier.core.rd[0]["window_bytes"]))
+    board = open_board(depth)
+    board.start_threads(settings.threads)
+    return board
+
+
+class ReaderThread:
+    """Owns the cache, the directories and the sessions of one daemon.
+
+    Pairs: ``start`` / ``stop``; ``open_session`` / ``close_session``. Every method may be called from any thread.
+    """
+
+    def __init__(
+        self, settings: ReaderSettings, stores: Sequence[Store], engine_factory: EngineFactory = make_engine
+    ) -> None:
+        # fixed after construction
+        self.settings = settings
+        self.stores = list(stores)
+        self._engine_factory = engine_factory
+        self._thread = threading.Thread(target=self._main, name="strataflux-reader", daemon=True)
+        self._started: Future[None] = Future()
+        # fixed after start
+        self._tier: Tier
+        self._engine: UringEngine | Board
+        # guarded by the deque's own atomicity
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        # guarded by _fold_lock
+        self._fold_lock = threading.Lock()
+        self._fold = CounterFold()
+        # reader thread only; _closed is read by others after they appended a command
+        self._stopping = False
+        self._closed = False
+
+    def start(self) -> None:
+        """Allocate the cache, start the thread; returns when its loop runs.
+
+        Raises:
+            SegmentError: no memory for the budgets. EngineUnavailable: no such engine here. ReaderFailed: else.
+        """
+        settings = self.settings
+        self._tier = Tier(self.stores, settings.weight_bytes, settings.queue_depth, settings.grace_seconds)
+        self._tier.core.rd[0]["idle_timeout_us"] = int(settings.idle_seconds * 1e6)
+        self._thread.start()
+        self._started.result()
+
+    @property
+    def generation(self) -> int:
+        """Random number of this run of the daemon."""
+        return self._tier.generation
+
+    @property
+    def engine(self) -> str:
+        """The engine that runs."""
+        return "uring" if isinstance(self._engine, UringEngine) else "threads"
+
+    @property
+    def direct_io(self) -> str:
+        """How reads are done in fact."""
+        modes = {bool(row["direct"]) for row in self._tier.core.tables[: len(self.stores)]}
+        return "mixed" if len(modes) == 2 else "direct" if modes == {True} else "buffered"
+
+    @property
+    def registered_buffers(self) -> bool:
+        """Reads land in a registered bounce pool (memlock was large enough)."""
+        return isinstance(self._engine, UringEngine) and self._engine.registered
+
+    @property
+    def setup_flags(self) -> list[str]:
+        """Optional io_uring set-up flags that this kernel took."""
+        return list(self._engine.flags) if isinstance(self._engine, UringEngine) else []
+
+    def open_session(self, request: SessionRequest) -> OpenSession:
+        """Enter a session; it is in the reader's table before this returns.
+
+        Raises:
+            Refusal: the table is full, or there is no memory for it.
+        """
+
+        def enter() -> OpenSession:
+            if not (self._tier.core.sessions["active"] == 0).any():
+                raise Refusal(
+                    "limit",
+                    "sessions",
+                    f"{layout.MAX_SESSIONS} attached",
+                    f"fewer than {layout.MAX_SESSIONS}",
+                    "close a client that is done",
+                )
+            try:
+                return self._tier.open_session(request)
+            except SegmentError as error:
+                raise Refusal("limit", error.subject, error.found, error.expected, error.remedy) from error
+
+        return self.execute(enter)
+
+    def close_session(self, index: int) -> None:
+        """Take a session out and fold its last counters in. Unknown indices are ignored (it may be closed already)."""
+
+        def leave() -> None:
+            if index in self._tier.rows:
+                with self._fold_lock:
+                    self._fold.close(self._tier, index)
+                self._tier.close_session(index)
+
+        self.execute(leave)
+
+    def snapshot(self) -> Stats:
+        """All numbers now; the loop is not stopped for it."""
+        with self._fold_lock:
+            self._fold.fold(self._tier)
+            return read_stats(self._tier, self._fold)
+
+    def progress(self) -> tuple[int, bool]:
+        """(completions while reads are in flight, else loop turns; whether reads are in flight)."""
+        rd = self._tier.core.rd[0]
+        in_flight = bool(rd["in_flight"])
+        return int(rd["completions"] if in_flight else rd["turns"]), in_flight
+
+    def begin_drain(self) -> None:
+        """Take no more requests; what is in flight ends."""
+        self._tier.core.rd[0]["intake"] = 0
+
+    def check_integrity(self) -> None:
+        """Assert every invariant of the cache; walks all of it, so for idle times and tests.
+
+        Raises:
+            ReaderFailed: one is broken; the code is :func:`strataflux.daemon.cache.check_integrity`'s.
+        """
+        code = self.execute(lambda: cache.check_integrity(self._tier.core))
+        if code:
+            raise ReaderFailed("cache integrity", f"code {code}", "0", "report this: it is a bug in strataflux")
+
+    def stop(self) -> None:
+        """Stop intake, reap everything in flight, join, unmap. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        self.begin_drain()
+        self.execute(self._leave)
+        self._thread.join()
+
+    def _leave(self) -> None:
+        self._stopping = True
+
+    def execute(self, action: Callable[[], T]) -> T:
+        """Run ``action`` in the reader thread between two turns of the loop and return what it returns.
+
+        Raises:
+            ReaderFailed: the thread is not running. Whatever ``action`` raises.
+        """
+        if not self._thread.is_alive():
+            raise ReaderFailed("reader thread", "not running", "running", "restart the daemon")
+        future: Future[T] = Future()
+        self._commands.append((action, future))
+        if self._closed:  # it ended between the check and the append: nobody else will answer
+            self._fail_commands()
+        else:
+            self._tier.core.rd[0]["commands"] = 1
+            os.eventfd_write(self._tier.doorbell, 1)
+        return future.result()
+
+    def _main(self) -> None:
+        try:
+            self._engine = self._engine_factory(self._tier, self.settings)
+        except DaemonError as error:
+            self._tier.close()
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
+        core, state = self._tier.core, self._engine.state
+        try:
+            while not self._stopping:
+                reader.run(core, state)
+                self._run_commands()
+            while core.rd[0]["in_flight"]:
+                reader.sweep(core, state)
+            self._engine.close()
+            self._tier.close()
+        finally:
+            self._closed = True
+            self._fail_commands()
+
+    def _run_commands(self) -> None:
+        # Cleared first: a command that comes now sets it again and is seen in the next turn at the latest.
+        self._tier.core.rd[0]["commands"] = 0
+        while self._commands:
+            action, future = self._commands.popleft()
+            try:
+                future.set_result(action())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _fail_commands(self) -> None:
+        while self._commands:
+            _, future = self._commands.popleft()
+            future.set_exception(ReaderFailed("reader thread", "stopping", "running", "attach to the next daemon"))
+
+
+def warm_up() -> None:
+    """Compile (or load from the cache) everything the loop needs, without a store."""
+    from strataflux.daemon.state import make_core
+
+    core = make_core(64, 1, 1, 64, 8)
+    core.rd[0]["commands"] = 1
+    board = open_board(8)
+    reader.run(core, board.state)
+    engines.reap(board.state, np.zeros((2, 8), np.int64))
+    board.start_threads(1)
+    board.close()
+    cache.check_integrity(core)

@@ -1,0 +1,201 @@
+"""Requests: from the sessions' rings into a queue ordered by score. The reader thread only.
+
+Every entry a client wrote is bounded before it is used. A request that is not dropped is either answered already
+(resident, filling, queued, quarantined: counted as such) or queued; one record is queued or filling at most once, which
+its table's ``pending`` word remembers. Queue entries lie in 16 buckets by score, first come first served within one;
+when the queue is full the request with the lowest score is dropped. Pairs: ``_push`` / ``pop`` or ``_drop_lowest``.
+"""
+
+from strataflux.cache_policy.base import wide
+from strataflux.daemon.cache import pending_of, set_pending, was_resident
+from strataflux.daemon.state import (
+    MAX_QUEUED,
+    NONE,
+    PENDING_NONE,
+    PENDING_QUEUED,
+    SCORE_BUCKETS,
+    Core,
+)
+from strataflux.proto import layout, ring
+from strataflux.proto.atomics import load_u32
+from strataflux.proto.compiled import compiled
+
+__all__ = ["drop", "forget_session", "pop", "push_again", "put_back", "release", "take_requests"]
+
+_TAIL = layout.offset_of(layout.SESSION_PAGE, "ring_tail")
+_HEAD = layout.offset_of(layout.SESSION_VIEW, "ring_head")
+_AT_MOST_A_TURN = 256
+_KEY_SHIFT = 32
+
+
+@compiled
+def take_requests(c: Core) -> int:
+    """Take up to 256 entries of each session's ring; returns how many were taken.
+
+    Sessions come in turn, a different one first each sweep, so that a busy ring cannot crowd out the others.
+    """
+    sessions = c.stamp_owner[layout.MAX_SESSIONS]
+    taken = 0
+    for turn in range(sessions):
+        index = c.stamp_owner[(turn + c.rd[0].turns) % sessions]
+        if c.sessions[index].fenced == 0:
+            taken += _take_from(c, index)
+    return taken
+
+
+@compiled
+def _take_from(c: Core, index: int) -> int:
+    session = c.sessions[index]
+    log2 = session.ring_log2
+    tail = ring.load_tail(session.page + _TAIL, session.head, log2)
+    taken = 0
+    while taken < _AT_MOST_A_TURN:
+        status, payload = ring.consume(session.ring, log2, session.head, tail)
+        if status == ring.EMPTY:
+            break
+        session.head += 1
+        taken += 1
+        if status == ring.READY:
+            _accept(c, index, wide(payload))
+        else:
+            session.holes += 1
+    if taken:
+        ring.publish_head(session.view_page + _HEAD, session.head)
+        session.taken += taken
+    return taken
+
+
+@compiled
+def _accept(c: Core, index: int, payload: int) -> None:
+    """One entry, as a client wrote it: nothing in it is trusted."""
+    score = (payload >> layout.SCORE_SHIFT) & 0xFF
+    number = (payload >> layout.TABLE_SHIFT) & 0xFF
+    oid = payload & layout.OID_MASK
+    session = c.sessions[index]
+    table = wide(c.session_tables[index, number]) if number < session.tables else NONE
+    if table == NONE or oid >= c.tables[table].records:
+        session.invalid += 1
+        return
+    c.rd[0].requests += 1
+    entry = load_u32(c.tables[table].directory + 4 * oid)
+    if entry == layout.ENTRY_QUARANTINED:
+        c.rd[0].quarantine_hits += 1
+    elif entry != layout.ENTRY_ABSENT:
+        c.rd[0].resident_already += 1
+    elif pending_of(c, table, oid) != PENDING_NONE:
+        c.rd[0].duplicates += 1
+        session.duplicates += 1
+    else:
+        if was_resident(c, table, oid):
+            c.rd[0].evicted_again += 1
+        else:
+            c.rd[0].cold += 1
+        _push(c, index, table, oid, score, c.rd[0].now_us, 0)
+
+
+@compiled
+def push_again(c: Core, entry: int, retries: int) -> None:
+    """Queue the record of a slot that was just abandoned once more, to be read alone (its read went wrong)."""
+    slot = c.slots[entry]
+    session, score = wide(slot.session), wide(slot.score)
+    _push(c, session, wide(slot.table), wide(slot.oid), score, c.rd[0].now_us, retries)
+
+
+@compiled
+def _push(c: Core, session: int, table: int, oid: int, score: int, asked_us: int, retries: int) -> None:
+    bucket = score * SCORE_BUCKETS // 256
+    rd = c.rd[0]
+    if rd.queued == MAX_QUEUED and not _drop_lowest(c, bucket):
+        rd.dropped_queue += 1
+        if session != NONE:
+            c.sessions[session].dropped_queue += 1
+        return
+    place = rd.free_queued
+    node = c.queue[place]
+    rd.free_queued = wide(node.next)
+    node.key = table << _KEY_SHIFT | oid
+    node.asked_us = asked_us
+    node.session = session
+    node.score = score
+    node.retries = retries
+    node.next = NONE
+    if c.buckets[bucket, 0] == NONE:
+        c.buckets[bucket, 0] = place
+    else:
+        c.queue[c.buckets[bucket, 1]].next = place
+    c.buckets[bucket, 1] = place
+    rd.queued += 1
+    set_pending(c, table, oid, PENDING_QUEUED)
+
+
+@compiled
+def pop(c: Core) -> int:
+    """Take the first request of the highest bucket out of the queue; ``NONE`` if it is empty.
+
+    The entry stays readable until :func:`release`; the record's ``pending`` word still says queued.
+    """
+    for bucket in range(SCORE_BUCKETS - 1, -1, -1):
+        place = c.buckets[bucket, 0]
+        if place != NONE:
+            c.buckets[bucket, 0] = wide(c.queue[place].next)
+            c.rd[0].queued -= 1
+            return wide(place)
+    return NONE
+
+
+@compiled
+def release(c: Core, place: int) -> None:
+    """Give a popped queue entry's place back."""
+    c.queue[place].next = c.rd[0].free_queued
+    c.rd[0].free_queued = place
+
+
+@compiled
+def put_back(c: Core, place: int) -> None:
+    """Undo :func:`pop`: the request goes back to the front of its bucket."""
+    bucket = wide(c.queue[place].score) * SCORE_BUCKETS // 256
+    head = c.buckets[bucket, 0]
+    c.queue[place].next = head
+    c.buckets[bucket, 0] = place
+    if head == NONE:
+        c.buckets[bucket, 1] = place
+    c.rd[0].queued += 1
+
+
+@compiled
+def drop(c: Core, place: int) -> None:
+    """A popped request will not be served: its record is asked for again at its next miss."""
+    key = c.queue[place].key
+    set_pending(c, key >> _KEY_SHIFT, key & 0xFFFFFFFF, PENDING_NONE)
+    release(c, place)
+
+
+@compiled
+def _drop_lowest(c: Core, below: int) -> bool:
+    """Make room by dropping the oldest request of the lowest bucket, if that is below ``below``."""
+    for bucket in range(below):
+        place = c.buckets[bucket, 0]
+        if place != NONE:
+            c.buckets[bucket, 0] = wide(c.queue[place].next)
+            c.rd[0].queued -= 1
+            c.rd[0].dropped_queue += 1
+            drop(c, place)
+            return True
+    return False
+
+
+@compiled
+def forget_session(c: Core, index: int) -> None:
+    """A session is gone: its requests stay (somebody may want the records) but belong to nobody."""
+    for bucket in range(SCORE_BUCKETS):
+        place = c.buckets[bucket, 0]
+        while place != NONE:
+            if c.queue[place].session == index:
+                c.queue[place].session = NONE
+            place = wide(c.queue[place].next)
+    for window in range(c.rd[0].depth):
+        entry = c.windows[window].chain if c.windows[window].state else NONE
+        while entry != NONE:
+            if c.slots[entry].session == index:
+                c.slots[entry].session = NONE
+            entry = wide(c.slots[entry].next)

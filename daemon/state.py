@@ -1,0 +1,279 @@
+"""Everything the reader thread knows, as arrays that compiled code can walk.
+
+One :class:`Core` holds it all. Its arrays are made by :mod:`strataflux.daemon.tier`, written by the reader thread only,
+and read without locks by whoever takes statistics (each counter is one aligned word). Addresses are i8: user addresses
+fit, and compiled arithmetic stays integral.
+
+A *slot entry* is ``page * UNITS_PER_PAGE + index within the page``: dense, so that metadata of large slots is compact.
+The *slot number* of the directory counts 256-byte units instead; :func:`slot_number` and :func:`slot_entry` convert.
+
+States of a slot and the calls of :mod:`strataflux.daemon.cache` that move it::
+
+    ABSENT ── page given to a class ──► FREE ── begin_fill ──► FILLING ── publish ──► VALID ── retire ──► RETIRED ──┐
+       ▲                                 ▲ ▲                     │                                                  │
+       └── page taken from its class ────┘ └── abandon_fill ─────┘◄───────────── free (grace passed) ───────────────┘
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strataflux.cache_policy import budget, lru
+from strataflux.proto import layout
+
+__all__ = [
+    "ABSENT",
+    "FILLING",
+    "FREE",
+    "NONE",
+    "RETIRED",
+    "VALID",
+    "Core",
+]
+
+NONE = -1
+ABSENT, FREE, FILLING, VALID, RETIRED = 0, 1, 2, 3, 4
+
+# A table's `pending` array (u32 a record): what the reader is doing about it, and whether it ever was resident.
+PENDING_NONE, PENDING_QUEUED = 0, 0x7FFFFFFE  # anything between is the filling slot's entry + 1
+PENDING_SEEN = 0x80000000  # added to any of these
+
+SLOT = np.dtype(
+    [
+        ("state", "u1"),
+        ("cls", "i1"),
+        ("retries", "u1"),
+        ("used", "u1"),  # stamped by some session since it was filled
+        ("score", "u1"),
+        ("session", "i1"),  # who asked first; NONE for preload
+        ("table", "i2"),
+        ("oid", "u4"),
+        ("next", "i4"),  # free list of its class | chain of its window | chain of its grace batch
+        ("prev", "i4"),  # free list only
+        ("filled", "u4"),  # clock of publication
+        ("pinned", "u4"),  # not evicted before first use or this clock; 0 = not pinned
+        ("asked_us", "u4"),  # low 32 bits of the microsecond the request was taken
+    ]
+)
+assert SLOT.itemsize == 32
+
+CLASS = np.dtype(
+    [("units", "i8"), ("free_head", "i8"), ("free", "i8"), ("slots", "i8"), ("retired", "i8"), ("filling", "i8")]
+)
+
+TABLE = np.dtype(
+    [
+        ("active", "i8"),
+        ("records", "i8"),
+        ("directory", "i8"),  # address, u32 a record, shared
+        ("pending", "i8"),  # address, u32 a record, private
+        ("checksums", "i8"),  # address, u32 a record
+        ("first_section", "i8"),
+        ("sections", "i8"),
+        ("descriptor", "i8"),  # the file as it is read now (direct or buffered)
+        ("buffered", "i8"),  # the buffered descriptor to fall back to; NONE under direct_io = require
+        ("direct", "i8"),
+        ("alignment", "i8"),
+        ("preload_next", "i8"),  # next record to preload; NONE when done or off
+        ("fallbacks", "i8"),
+        ("quarantined", "i8"),
+        ("resident", "i8"),
+        ("fills", "i8"),
+        ("read_bytes", "i8"),
+        ("corrupt", "i8"),
+    ]
+)
+SECTION = np.dtype(
+    [("first", "i8"), ("count", "i8"), ("bytes", "i8"), ("stride", "i8"), ("offset", "i8"), ("cls", "i8")]
+)
+
+SESSION = np.dtype(
+    [
+        ("active", "i8"),
+        ("fenced", "i8"),
+        ("page", "i8"),  # address of the header that the client writes
+        ("view_page", "i8"),  # address of the page that we write for it
+        ("ring", "i8"),
+        ("ring_log2", "i8"),
+        ("head", "i8"),
+        ("tables", "i8"),
+        ("queued", "i8"),
+        ("inside", "i8"),  # in a step when last looked at
+        ("begun", "i8"),  # last step_begun seen
+        ("steps", "i8"),
+        ("taken", "i8"),
+        ("duplicates", "i8"),
+        ("invalid", "i8"),
+        ("holes", "i8"),
+        ("dropped_queue", "i8"),
+        ("dropped_grace", "i8"),
+        ("fills", "i8"),
+    ]
+)
+
+WINDOW = np.dtype(
+    [
+        ("state", "i8"),  # 0 free, 1 in flight
+        ("table", "i8"),
+        ("offset", "i8"),
+        ("length", "i8"),
+        ("needed", "i8"),  # bytes from offset that cover every record of the chain
+        ("done", "i8"),
+        ("direct", "i8"),  # last sent to the direct descriptor
+        ("buffer", "i8"),  # address of its part of the bounce pool
+        ("chain", "i8"),  # first slot entry
+        ("count", "i8"),
+        ("submitted_us", "i8"),
+        ("next_free", "i8"),
+    ]
+)
+
+QUEUED = np.dtype(
+    [("key", "i8"), ("asked_us", "i8"), ("next", "i4"), ("session", "i2"), ("score", "u1"), ("retries", "u1")]
+)
+assert QUEUED.itemsize == 24
+
+BATCH = np.dtype([("holders", "u8"), ("chain", "i8"), ("count", "i8"), ("closed_us", "i8")])
+
+SCORE_BUCKETS = 16
+MAX_BATCHES = 1024
+MAX_QUEUED = 16_384
+FILL_BUCKETS_US = (50, 100, 200, 400, 800, 1_600, 3_200, 6_400, 12_800, 25_600, 51_200, 102_400)
+AGE_BUCKETS = 16
+
+READER = np.dtype(
+    [
+        # fixed while the loop runs
+        ("page", "i8"),
+        ("doorbell", "i8"),
+        ("window_bytes", "i8"),
+        ("depth", "i8"),
+        ("grace_us", "i8"),
+        ("idle_timeout_us", "i8"),
+        ("n_tables", "i8"),
+        ("n_classes", "i8"),
+        ("range_pages", "i8"),
+        # written by Python, read by the loop
+        ("commands", "i8"),
+        ("intake", "i8"),  # 0: take no more requests (drain)
+        # reader thread only
+        ("clock", "i8"),
+        ("now_us", "i8"),
+        ("tick_us", "i8"),
+        ("last_work_us", "i8"),
+        ("in_flight", "i8"),
+        ("free_window", "i8"),
+        ("queued", "i8"),
+        ("free_queued", "i8"),
+        ("batch_first", "i8"),  # position of the oldest grace batch; MAX_BATCHES a lap
+        ("batch_last", "i8"),  # position after the newest
+        ("open_chain", "i8"),  # slots retired since the last fence
+        ("open_count", "i8"),
+        ("starved", "i8"),  # a fill had to wait or drop for want of a free slot since the last free
+        ("filled_now", "i8"),  # fills published in this sweep
+        # counters since start
+        ("turns", "i8"),
+        ("completions", "i8"),
+        ("sleeps", "i8"),
+        ("requests", "i8"),
+        ("cold", "i8"),  # results of a request, exhaustive: never resident before,
+        ("evicted_again", "i8"),  # resident once,
+        ("duplicates", "i8"),  # queued or filling already,
+        ("resident_already", "i8"),  # filled between the look-up and now,
+        ("quarantine_hits", "i8"),  # unreadable
+        ("fills", "i8"),
+        ("fills_useful", "i8"),
+        ("fills_preload", "i8"),
+        ("evictions", "i8"),
+        ("reads", "i8"),
+        ("read_bytes", "i8"),
+        ("merged", "i8"),
+        ("short_reads", "i8"),
+        ("io_errors", "i8"),
+        ("corrupt", "i8"),
+        ("retries", "i8"),
+        ("dropped_queue", "i8"),
+        ("dropped_grace", "i8"),
+        ("fences", "i8"),
+        ("page_moves", "i8"),
+        ("fill_us_sum", "i8"),
+        ("read_us_sum", "i8"),
+    ]
+)
+
+
+class Core(NamedTuple):
+    """The reader's whole state. Comments give shape and owner; see the module for the invariants."""
+
+    rd: NDArray[np.void]  # [1] of READER
+    slots: NDArray[np.void]  # [range_pages * UNITS_PER_PAGE] of SLOT, sparse
+    classes: NDArray[np.void]  # [budget.MAX_CLASSES] of CLASS
+    pages: budget.Budget  # who owns which page
+    page_address: NDArray[np.int64]  # [range_pages] address of each page's first byte; 0 = no memory
+    policy: lru.State
+    tables: NDArray[np.void]  # [MAX_TABLES] of TABLE
+    sections: NDArray[np.void]  # [n] of SECTION, those of a table in oid order
+    sessions: NDArray[np.void]  # [MAX_SESSIONS] of SESSION
+    session_tables: NDArray[np.int16]  # [MAX_SESSIONS, MAX_TABLES] table numbers of a session → ours
+    stamps: NDArray[np.uint64]  # [MAX_SESSIONS] addresses of last_used, dense over active sessions
+    stepped: NDArray[np.uint32]  # [MAX_SESSIONS] clock of the last step seen, parallel to stamps
+    stamp_owner: NDArray[np.int64]  # [MAX_SESSIONS + 1] session of each stamps entry; last cell = how many
+    queue: NDArray[np.void]  # [MAX_QUEUED] of QUEUED
+    buckets: NDArray[np.int64]  # [SCORE_BUCKETS, 2] first and last queue entry of each score bucket
+    windows: NDArray[np.void]  # [depth] of WINDOW
+    batches: NDArray[np.void]  # [MAX_BATCHES] of BATCH
+    batch_begun: NDArray[np.uint32]  # [MAX_BATCHES, MAX_SESSIONS] step_begun seen for each holder
+    wanted: NDArray[np.int64]  # [depth] scratch: queue entries about to be read
+    finished: NDArray[np.int64]  # [2, depth] scratch: windows and results of completions
+    tails: NDArray[np.int64]  # [MAX_CLASSES] scratch: age information for the page budget
+    fill_us: NDArray[np.int64]  # [len(FILL_BUCKETS_US) + 1] histogram: request taken → slot valid
+    ages: NDArray[np.int64]  # [AGE_BUCKETS] histogram: log2 of ticks from fill to first use; last = never
+    scratch: NDArray[np.uint64]  # [8] for system calls
+
+
+def make_core(range_pages: int, n_sections: int, n_budgets: int, stride_pages: int, depth: int) -> Core:
+    """A core without memory, tables or sessions.
+
+    ``range_pages`` is the cache's address range in pages, ``stride_pages`` the pages from one segment's start to the
+    next, ``depth`` the number of reads in flight at most.
+    """
+    entries = range_pages * layout.UNITS_PER_PAGE
+    rd: Any = np.zeros(1, READER)
+    core = Core(
+        rd=rd,
+        slots=np.zeros(entries, SLOT),
+        classes=np.zeros(budget.MAX_CLASSES, CLASS),
+        pages=budget.make_budget(range_pages // stride_pages, stride_pages, n_budgets),
+        page_address=np.zeros(range_pages, np.int64),
+        policy=lru.make_state(entries, budget.MAX_CLASSES, 0),
+        tables=np.zeros(layout.MAX_TABLES, TABLE),
+        sections=np.zeros(n_sections, SECTION),
+        sessions=np.zeros(layout.MAX_SESSIONS, SESSION),
+        session_tables=np.full((layout.MAX_SESSIONS, layout.MAX_TABLES), NONE, np.int16),
+        stamps=np.zeros(layout.MAX_SESSIONS, np.uint64),
+        stepped=np.zeros(layout.MAX_SESSIONS, np.uint32),
+        stamp_owner=np.zeros(layout.MAX_SESSIONS + 1, np.int64),
+        queue=np.zeros(MAX_QUEUED, QUEUED),
+        buckets=np.full((SCORE_BUCKETS, 2), NONE, np.int64),
+        windows=np.zeros(depth, WINDOW),
+        batches=np.zeros(MAX_BATCHES, BATCH),
+        batch_begun=np.zeros((MAX_BATCHES, layout.MAX_SESSIONS), np.uint32),
+        wanted=np.zeros(depth, np.int64),
+        finished=np.zeros((2, depth), np.int64),
+        tails=np.full(budget.MAX_CLASSES, NONE, np.int64),
+        fill_us=np.zeros(len(FILL_BUCKETS_US) + 1, np.int64),
+        ages=np.zeros(AGE_BUCKETS, np.int64),
+        scratch=np.zeros(8, np.uint64),
+    )
+    core.classes["free_head"] = NONE
+    core.queue["next"] = np.arange(1, MAX_QUEUED + 1)
+    core.queue["next"][-1] = NONE
+    core.windows["next_free"] = np.arange(1, depth + 1)
+    core.windows["next_free"][-1] = NONE
+    rd["open_chain"] = NONE
+    rd["depth"] = depth
+    rd["range_pages"] = range_pages
+    rd["intake"] = 1
+    rd["clock"] = 1
+    return core
