@@ -14,7 +14,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -22,87 +21,18 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from strataflux.proto import layout, messages
-from strataflux.proto.atomics import fence, load_acquire_u32, load_u32, store_release_u32, store_u32
-from strataflux.proto.compiled import compiled
 from strataflux.proto.messages import Refuse, SegmentInfo, TableInfo
-from strataflux.proto.ring import Consumer, Ring
+from strataflux.proto.ring import Ring
 from strataflux.proto.runtime import ATTACH_SOCKET
 from strataflux.proto.segment import Segment, create
 from strataflux.proto.store_format import StoreManifest
+from tests.fakes.session import FakeSession, Request, bump_and_look, load_word, publish_word, record_bytes, store_word
 
 T = TypeVar("T")
 
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}[os.uname().machine]
 _POLL_SECONDS = 0.001
 _libc = ctypes.CDLL(None)
-
-
-@compiled
-def _store(address: int, value: int) -> None:
-    store_u32(np.uint64(address), np.uint32(value))
-
-
-@compiled
-def _publish(address: int, value: int) -> None:
-    # SYNC: directory-entry (publish), and the like: what was written before is visible before this word.
-    store_release_u32(np.uint64(address), np.uint32(value))
-
-
-@compiled
-def _load(address: int) -> int:
-    return np.int64(load_acquire_u32(np.uint64(address)))  # type: ignore[return-value]
-
-
-@compiled
-def _bump_and_look(fills: int, awaiting: int) -> bool:
-    """Count ``fills`` up; True if the session sleeps on it."""
-    store_release_u32(np.uint64(fills), load_u32(np.uint64(fills)) + np.uint32(1))
-    fence()
-    return bool(load_u32(np.uint64(awaiting)) != np.uint32(0))
-
-
-def record_bytes(manifest: StoreManifest, oid: int) -> bytes:
-    """A record as it lies on disk."""
-    section = next(s for s in manifest.sections if s.first_oid <= oid < s.first_oid + s.count)
-    with manifest.records_path.open("rb") as file:
-        file.seek(section.offset + (oid - section.first_oid) * section.stride)
-        return file.read(section.record_bytes)
-
-
-@dataclass(frozen=True)
-class Request:
-    """An entry taken from a session's ring."""
-
-    session: int
-    table: int
-    oid: int
-    score: int
-
-
-@dataclass
-class FakeSession:
-    """The daemon's side of one session."""
-
-    number: int
-    connection: socket.socket
-    hello: messages.Hello
-    view: Segment
-    page: Segment
-    geometry: layout.SessionGeometry
-    consumer: Consumer
-    received: list[messages.Message] = field(default_factory=list)
-
-    def view_at(self, name: str) -> int:
-        """Address of a word of the session view."""
-        return self.view.address + layout.offset_of(layout.SESSION_VIEW, name)
-
-    def page_at(self, name: str) -> int:
-        """Address of a word of the session page."""
-        return self.page.address + layout.offset_of(layout.SESSION_PAGE, name)
-
-    def inside(self) -> bool:
-        """The session is inside a step."""
-        return _load(self.page_at("step_begun")) != _load(self.page_at("step_ended"))
 
 
 class FakeDaemon:
@@ -150,7 +80,7 @@ class FakeDaemon:
         self._selector = selectors.DefaultSelector()
         self._running = True
         self._add_segment(0)
-        _store(self._page.address + layout.offset_of(layout.DAEMON_PAGE, "sleeping"), 1)
+        store_word(self._page.address + layout.offset_of(layout.DAEMON_PAGE, "sleeping"), 1)
         self.set_clock(1)
         self._listener = self._listen()
         self._thread = threading.Thread(target=self._run, name="fake-daemon", daemon=True)
@@ -171,7 +101,7 @@ class FakeDaemon:
 
     def write_entry(self, table: int, oid: int, value: int) -> None:
         """Store any value into a directory entry."""
-        self.call(lambda: _publish(self._directories[table].address + 4 * oid, value))
+        self.call(lambda: publish_word(self._directories[table].address + 4 * oid, value))
 
     def take_requests(self) -> list[Request]:
         """What clients asked for since the last call."""
@@ -217,11 +147,11 @@ class FakeDaemon:
     def stamp(self, session: int, slot: int) -> int:
         """What a session stored as last use of a slot."""
         at = self.sessions[session]
-        return _load(at.page.address + at.geometry.stamps_offset + 4 * slot)
+        return load_word(at.page.address + at.geometry.stamps_offset + 4 * slot)
 
     def set_clock(self, clock: int) -> None:
         """Move the daemon's clock."""
-        _store(self._page.address + layout.offset_of(layout.DAEMON_PAGE, "clock"), clock)
+        store_word(self._page.address + layout.offset_of(layout.DAEMON_PAGE, "clock"), clock)
 
     def word(self, session: int, name: str) -> int:
         """A word of a session's page, as the daemon sees it."""
@@ -260,12 +190,12 @@ class FakeDaemon:
                 self._read(session)
             if self.fill_on_request:
                 self._drain()
-            if self.die_when_awaited and any(_load(s.page_at("awaiting")) for s in self.sessions):
+            if self.die_when_awaited and any(load_word(s.page_at("awaiting")) for s in self.sessions):
                 self._stop()
             self._obey()
 
     def _timeout(self) -> float | None:
-        busy = any(s.inside() or _load(s.page_at("awaiting")) for s in self.sessions)
+        busy = any(s.inside() or load_word(s.page_at("awaiting")) for s in self.sessions)
         return _POLL_SECONDS if busy and (self.fill_on_request or self.die_when_awaited) else None
 
     def _obey(self) -> None:
@@ -367,7 +297,7 @@ class FakeDaemon:
 
     def _fence(self) -> None:
         for session in self.sessions:
-            _store(session.view_at("fenced"), 1)
+            store_word(session.view_at("fenced"), 1)
 
     def _broadcast(self, message: messages.Message, segments: Sequence[Segment] = ()) -> None:
         for session in self.sessions:
@@ -405,10 +335,10 @@ class FakeDaemon:
         first = max(f for f in self._segments if f <= slot)
         target = self._segments[first].address + (slot - first) * layout.SLOT_UNIT_BYTES
         ctypes.memmove(target, record, len(record))
-        _publish(self._directories[table].address + 4 * oid, slot + 1)
+        publish_word(self._directories[table].address + 4 * oid, slot + 1)
         for session in self.sessions:
             fills = session.view_at("fills")
-            if _bump_and_look(fills, session.page_at("awaiting")):
+            if bump_and_look(fills, session.page_at("awaiting")):
                 _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(fills), 1, 1 << 30, None, None, 0)
         return slot
 

@@ -14,7 +14,8 @@ from strataflux.client.keeper import Event
 from strataflux.client.session import ATTACHED, DETACHED, REATTACHING, Session
 from strataflux.proto import layout, messages
 from strataflux.proto.store_format import StoreManifest
-from tests.fakes.daemon import FakeDaemon, record_bytes
+from tests.fakes.daemon import FakeDaemon
+from tests.fakes.session import record_bytes
 from tests.fakes.store import make_store
 from tests.fakes.watch import Watch
 
