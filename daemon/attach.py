@@ -257,6 +257,11 @@ class _Connection:
             return
         except OSError:
             received = None
+        except Exception:
+            # A fault of ours in reading it; the client must not wait for it, nor keep us from the others.
+            _LOG.exception("attach: a message of process %d could not be read", self.peer.pid)
+            self._malformed("a message that could not be read", "a message of the attach protocol")
+            return
         if received is None:
             self.close("hang_up")
             return

@@ -123,9 +123,10 @@ def _make(path: Path) -> bool:
     mode = 0o750 if os.geteuid() == 0 else 0o700
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=mode)
-    except FileExistsError:
-        return False
+        try:
+            path.mkdir(mode=mode)
+        except FileExistsError:
+            return False
     except OSError as error:
         raise RuntimeFolderError(
             path, str(error.strerror), "a folder that can be made", f"set --runtime-dir or ${RUNTIME_DIR_VARIABLE}"

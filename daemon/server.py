@@ -210,7 +210,7 @@ class Server(Generic[S]):
         from strataflux.daemon.metrics import Exporter
 
         exporter = Exporter(self.config.metrics.listen, self.look)
-        self._stack.callback(exporter.close)
+        self._stack.push_async_callback(asyncio.to_thread, exporter.close)
         self.metrics_port = exporter.port
         _LOG.info("metrics on %s, port %d", self.config.metrics.listen.host, exporter.port)
 

@@ -7,9 +7,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import grpc
 import grpc.aio
@@ -98,7 +99,7 @@ async def test_watch_repeats_and_ends_with_the_service(plane: Plane) -> None:
         first, second = await stream.read(), await stream.read()
         assert second.at_seconds > first.at_seconds
         closing = asyncio.create_task(plane.control.close())
-        assert await stream.read() is grpc.aio.EOF
+        assert not isinstance(await stream.read(), control_pb2.Stats)  # the end of the stream
         await closing
 
 
@@ -108,7 +109,8 @@ async def test_bad_interval_has_its_bounds_in_a_typed_error(plane: Plane) -> Non
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stream.read()
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    detail = control_pb2.ErrorDetail.FromString(dict(caught.value.trailing_metadata() or ())[ERROR_METADATA])
+    metadata = dict(cast(Iterable[tuple[str, bytes]], caught.value.trailing_metadata()))
+    detail = control_pb2.ErrorDetail.FromString(metadata[ERROR_METADATA])
     assert (detail.subject, detail.found, detail.expected) == ("interval_seconds", "0", "0.1 … 3600")
 
 

@@ -1,0 +1,158 @@
+"""What a scrape says is what the numbers are, and nothing listens where nobody asked."""
+
+import math
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from strataflux.daemon.attach import AttachCounters
+from strataflux.daemon.errors import ConfigError
+from strataflux.daemon.metrics import METRICS, Exporter, Moment, StrataFluxCollector
+from strataflux.daemon.stats import (
+    CacheStats,
+    ClassStats,
+    FillStats,
+    LookupStats,
+    ReadStats,
+    RequestStats,
+    Stats,
+    StoreStats,
+)
+from strataflux.daemon.values import Address
+
+STATS = Stats(
+    lookups=LookupStats(weight_lookups=100, weight_hits=70, waits=3, wait_nanoseconds=1_500_000_000),
+    requests=RequestStats(
+        taken=30, cold=10, evicted=8, duplicates=7, resident_already=4, quarantined=1, dropped_ring=5
+    ),
+    fills=FillStats(
+        fills=18, useful=9, evictions=4, latency_us=900, latency_bounds_us=(50, 100), latency_counts=(10, 5, 3)
+    ),
+    reads=ReadStats(reads=12, bytes=49_152, in_flight=2, microseconds=2_000_000),
+    caches=(CacheStats("weight", 1000, 100, 50, 800, 50),),
+    classes=(ClassStats("weight", 512, slots=10, free=3, filling=2, retired=1),),
+    stores=(StoreStats(resident_records=6, quarantined=1, direct=True),),
+    turns=1234,
+)
+
+
+def moment(stats: Stats = STATS, degraded: dict[str, str] | None = None) -> Moment:
+    attach = AttachCounters(attached=4)
+    attach.refused["denied"] += 2
+    attach.ended["hang_up"] += 3
+    return Moment(
+        stats=stats,
+        attach=attach,
+        control_connections={"admin": 1, "reader": 0, "refused": 0},
+        sessions=1,
+        stores=(("abcdef012345", 2, 10, 5120),),
+        ready=True,
+        degraded=degraded or {},
+        progress_age_seconds=0.25,
+        engine="uring",
+        direct_io="direct",
+        registered_buffers=True,
+        version="1.2.3",
+    )
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StrataFluxCollector(lambda: moment(degraded={"buffered": "why"})))
+    return registry
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "value"),
+    [
+        ("lookups_total", {"kind": "weight", "result": "hit"}, 70),
+        ("lookups_total", {"kind": "weight", "result": "miss"}, 30),
+        ("miss_reason_total", {"kind": "weight", "reason": "cold"}, 10),
+        ("requests_dropped_total", {"hop": "ring", "why": "full"}, 5),
+        ("fills_total", {}, 18),
+        ("fills_useful_total", {}, 9),
+        ("wait_seconds_total", {}, 1.5),
+        ("cache_bytes", {"kind": "weight", "state": "valid"}, 800),
+        ("cache_capacity_bytes", {"kind": "weight"}, 1000),
+        ("cache_slots", {"kind": "weight", "slot_bytes": "512", "state": "valid"}, 4),
+        ("ssd_read_bytes_total", {}, 49_152),
+        ("ssd_read_seconds_total", {}, 2),
+        ("io_inflight", {}, 2),
+        ("records_quarantined", {"model": "abcdef012345"}, 1),
+        ("shard_bytes", {"model": "abcdef012345"}, 5120),
+        ("shard_resident_records", {"model": "abcdef012345"}, 6),
+        ("clients", {}, 1),
+        ("sessions_ended_total", {"cause": "hang_up"}, 3),
+        ("sessions_ended_total", {"cause": "process_end"}, 0),
+        ("auth_denied_total", {"reason": "store"}, 2),
+        ("control_connections_total", {"role": "admin"}, 1),
+        ("ready", {}, 1),
+        ("degraded", {"reason": "buffered"}, 1),
+        ("watchdog_last_progress_seconds", {}, 0.25),
+        ("fill_seconds_bucket", {"le": "5e-05"}, 10),
+        ("fill_seconds_bucket", {"le": "0.0001"}, 15),
+        ("fill_seconds_bucket", {"le": "+Inf"}, 18),
+        ("fill_seconds_count", {}, 18),
+        ("fill_seconds_sum", {}, 0.0009),
+        ("io_backend_info", {"engine": "uring", "direct": "direct", "registered": "true"}, 1),
+        ("build_info", {"version": "1.2.3"}, 1),
+        ("shard_info", {"model": "abcdef012345", "epoch": "2"}, 1),
+    ],
+)
+def test_samples(registry: CollectorRegistry, name: str, labels: dict[str, str], value: float) -> None:
+    found = registry.get_sample_value(f"strataflux_{name}", labels)
+    assert found is not None
+    assert math.isclose(found, value)
+
+
+def test_the_parts_of_the_cache_add_up(registry: CollectorRegistry) -> None:
+    states = ("free", "filling", "valid", "retired")
+    parts = [registry.get_sample_value("strataflux_cache_bytes", {"kind": "weight", "state": s}) for s in states]
+    assert sum(part or 0 for part in parts) == 1000
+
+
+def test_each_metric_is_declared_once_with_its_help() -> None:
+    names = [declared.name for declared in METRICS]
+    assert len(names) == len(set(names))
+    for declared in METRICS:
+        assert declared.name.startswith("strataflux_")
+        assert declared.help.endswith(".")
+        for labels, _ in declared.read(moment()):
+            assert len(labels) == len(declared.labels), declared.name
+
+
+def test_a_daemon_without_stores_or_fills_can_be_scraped() -> None:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StrataFluxCollector(lambda: moment(Stats())._replace(stores=())))
+    assert registry.get_sample_value("strataflux_fill_seconds_count") == 0
+
+
+def test_a_scrape_over_http_is_read_from_live_state() -> None:
+    now = [moment()]
+    exporter = Exporter(Address("127.0.0.1", 0), lambda: now[0])
+    try:
+        url = f"http://127.0.0.1:{exporter.port}/metrics"
+        for sessions in (1, 2):
+            now[0] = moment()._replace(sessions=sessions)
+            with urllib.request.urlopen(url) as answer:
+                families = {f.name: f for f in text_string_to_metric_families(answer.read().decode())}
+            assert families["strataflux_clients"].samples[0].value == sessions
+        assert families["strataflux_lookups"].type == "counter"
+    finally:
+        exporter.close()
+    with socket.socket() as client:
+        assert client.connect_ex(("127.0.0.1", exporter.port)) != 0
+
+
+def test_an_address_in_use_is_refused_by_its_key(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="in use") as caught:
+            Exporter(Address("127.0.0.1", taken.getsockname()[1]), moment)
+    assert caught.value.subject == "metrics.listen"
