@@ -12,8 +12,12 @@ packed codes is bound by unpacking there. Sizes are nevertheless reported as pac
 with its own kernel holds.
 """
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from strataflux.proto.compiled import compiled
 
 __all__ = ["BITS", "dequantize", "matvec_reference", "pack_codes", "packed_bytes", "unpack_codes"]
 
@@ -44,10 +48,20 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     width = packed_bytes(inputs, bits)
     if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < 1 << bits:
         raise ValueError(f"codes from {int(codes.min())} to {int(codes.max())} do not fit {bits} bits")
-    words = torch.zeros(rows, inputs // 8, dtype=torch.int64)
-    for position in range(8):
-        words |= codes[:, position::8].long() << bits * position
-    return torch.stack([words >> 8 * byte & 255 for byte in range(bits)], -1).to(torch.uint8).view(rows, width)
+    packed = np.empty((rows, width), np.uint8)
+    _pack(codes.to(torch.uint8).contiguous().numpy(), bits, packed)
+    return torch.from_numpy(packed)
+
+
+@compiled
+def _pack(codes: NDArray[np.uint8], bits: int, packed: NDArray[np.uint8]) -> None:
+    for row in range(codes.shape[0]):
+        for eight in range(codes.shape[1] // 8):
+            word = np.uint64(0)
+            for position in range(8):
+                word |= np.uint64(codes[row, 8 * eight + position]) << np.uint64(position * bits)
+            for byte in range(bits):
+                packed[row, eight * bits + byte] = np.uint8((word >> np.uint64(8 * byte)) & np.uint64(255))
 
 
 def unpack_codes(packed: Tensor, bits: int, inputs: int) -> Tensor:
@@ -59,13 +73,21 @@ def unpack_codes(packed: Tensor, bits: int, inputs: int) -> Tensor:
     rows, width = packed.shape
     if width != packed_bytes(inputs, bits):
         raise ValueError(f"packed rows hold {width} bytes; {inputs} codes of {bits} bits take {inputs * bits // 8}")
-    groups = packed.view(rows, inputs // 8, bits).long()
-    words = torch.zeros(rows, inputs // 8, dtype=torch.int64)
-    for byte in range(bits):
-        words |= groups[..., byte] << 8 * byte
-    mask = (1 << bits) - 1
-    codes = torch.stack([words >> bits * position & mask for position in range(8)], -1)
-    return codes.to(torch.uint8).view(rows, inputs)
+    codes = np.empty((rows, inputs), np.uint8)
+    _unpack(packed.contiguous().numpy(), bits, codes)
+    return torch.from_numpy(codes)
+
+
+@compiled
+def _unpack(packed: NDArray[np.uint8], bits: int, codes: NDArray[np.uint8]) -> None:
+    mask = np.uint64((1 << bits) - 1)
+    for row in range(codes.shape[0]):
+        for eight in range(codes.shape[1] // 8):
+            word = np.uint64(0)
+            for byte in range(bits):
+                word |= np.uint64(packed[row, eight * bits + byte]) << np.uint64(8 * byte)
+            for position in range(8):
+                codes[row, 8 * eight + position] = np.uint8((word >> np.uint64(position * bits)) & mask)
 
 
 def dequantize(packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int) -> Tensor:
@@ -83,7 +105,8 @@ def dequantize(packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: 
     """
     rows, groups = scales.shape
     codes = unpack_codes(packed, bits, groups * group).view(rows, groups, group)
-    return ((codes.float() - zeros.float()[..., None]) * scales.float()[..., None]).view(rows, groups * group)
+    weights = codes.float().sub_(zeros.float()[..., None]).mul_(scales.float()[..., None])
+    return weights.view(rows, groups * group)
 
 
 def matvec_reference(packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, x: Tensor) -> Tensor:

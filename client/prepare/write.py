@@ -135,7 +135,7 @@ def _manifest(config: ModelConfig, settings: PrepareSettings, digest: str) -> Ma
     identity: dict[str, Any] = {
         "base_weights_sha256": digest,
         "architecture": config.to_json(),
-        "quantizer": {"name": "rtn", "bits": base.bits, "group": base.group, "zero_points": "integer"},
+        "quantizer": base.to_json(),
         "layout": {"record": "channel", "residual_bits": 4, "residual_scale": "row", "sets": list(SETS)},
         "format_version": 1,
     }

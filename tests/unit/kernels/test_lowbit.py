@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strataflux.kernels.lowbit import dequantize, matvec_reference, pack_codes, packed_bytes, unpack_codes
 
 
+@settings(deadline=None)
 @given(
     bits=st.sampled_from([2, 3, 4]),
     rows=st.integers(1, 5),

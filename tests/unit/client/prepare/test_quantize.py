@@ -28,6 +28,24 @@ def test_rtn_rounds_to_the_nearest_level(bits: int, group: int) -> None:
                 assert abs(float(restored[row, i] - weight[row, i])) <= abs(float(nearest - weight[row, i])) + 1e-8
 
 
+def test_the_scale_is_the_best_of_seven() -> None:
+    weight = random_weight(3, 128, seed=4)
+    weight[1, 7] = 0.4
+    low = quantize_rtn("w", weight, RtnSettings(3, 64))
+    for row in range(3):
+        for start in (0, 64):
+            values = weight[row, start : start + 64]
+            spread, errors = float(values.max() - values.min()), []
+            for step in range(7):
+                shrink = 1 - step * 0.05
+                scale = float(torch.tensor(spread * shrink / 7).half())
+                zero = round(-float(values.min()) * shrink / scale)
+                codes = ((values / scale).round() + zero).clamp(0, 7)
+                errors.append(float(((codes - zero) * scale - values).abs().pow(2.5).sum()))
+            restored = low.dequantized()[row, start : start + 64]
+            assert float((restored - values).abs().pow(2.5).sum()) == pytest.approx(min(errors), rel=1e-4)
+
+
 def test_groups_on_one_side_of_zero_keep_their_range() -> None:
     weight = torch.linspace(1.0, 2.0, 64).repeat(2, 1) * torch.tensor([[1.0], [-1.0]])
     low = quantize_rtn("w", weight, RtnSettings(4, 64))
