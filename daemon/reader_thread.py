@@ -1,28 +1,32 @@
 """The reader thread: builds the tier, runs the compiled loop, does what other threads ask between two runs of it."""
 
 import os
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from strataflux.daemon import cache, engines, reader
+from strataflux.daemon import cache, reader
 from strataflux.daemon.engines.board import Board, open_board
 from strataflux.daemon.engines.uring import UringEngine, open_uring
 from strataflux.daemon.errors import DaemonError, ReaderFailed, Refusal
 from strataflux.daemon.folding import CounterFold, read_stats
 from strataflux.daemon.interface import SessionRequest
 from strataflux.daemon.stats import Stats
-from strataflux.daemon.store import Store
+from strataflux.daemon.store import Store, open_served
 from strataflux.daemon.tier import OpenSession, Tier
 from strataflux.proto import layout
 from strataflux.proto.errors import SegmentError
+from strataflux.proto.store_format import SectionSpec
+from strataflux.proto.store_writer import StoreWriter
 
-__all__ = ["ReaderSettings", "ReaderThread"]
+__all__ = ["ReaderSettings", "ReaderThread", "make_engine", "warm_up"]
 
 T = TypeVar("T")
 
@@ -217,9 +221,13 @@ class ReaderThread:
             self._tier.close()
             self._started.set_exception(error)
             return
-        self._started.set_result(None)
         core, state = self._tier.core, self._engine.state
         try:
+            # A first run that returns at once: machine code is made or loaded before anybody is told "started".
+            core.rd[0]["commands"] = 1
+            reader.run(core, state)
+            self._started.set_result(None)
+            self._run_commands()
             while not self._stopping:
                 reader.run(core, state)
                 self._run_commands()
@@ -248,14 +256,18 @@ class ReaderThread:
 
 
 def warm_up() -> None:
-    """Compile (or load from the cache) everything the loop needs, without a store."""
-    from strataflux.daemon.state import make_core
-
-    core = make_core(64, 1, 1, 64, 8)
-    core.rd[0]["commands"] = 1
-    board = open_board(8)
-    reader.run(core, board.state)
-    engines.reap(board.state, np.zeros((2, 8), np.int64))
-    board.start_threads(1)
-    board.close()
-    cache.check_integrity(core)
+    """Compile everything the service runs (or find it compiled): a life in small, with a store of one record."""
+    with tempfile.TemporaryDirectory(prefix="strataflux-") as folder:
+        path = Path(folder, "store")
+        with StoreWriter(path, {}, [SectionSpec("warm-up", "weight_channel", 0, "qkv", 1, 64)]) as writer:
+            writer.write(0, 0, np.zeros((1, 64), np.uint8))
+            writer.publish()
+        settings = ReaderSettings(weight_bytes=layout.CACHE_PAGE_BYTES, engine="threads", threads=1)
+        thread = ReaderThread(settings, [open_served(path, direct_io="off")])
+        thread.start()
+        session = thread.open_session(SessionRequest(os.geteuid(), os.getegid(), os.getpid(), (0,), 8, None))
+        for descriptor in session.descriptors:
+            os.close(descriptor)
+        thread.check_integrity()
+        thread.close_session(session.index)
+        thread.stop()
