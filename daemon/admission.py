@@ -16,7 +16,7 @@ from strataflux.daemon.interface import ServedStore, SessionRequest
 from strataflux.proto import layout
 from strataflux.proto.messages import MAX_ATTACHED_TABLES, Hello, StoreRef
 
-__all__ = ["RESERVE_SHARE", "Admission", "Holder"]
+__all__ = ["RESERVE_SHARE", "Admission", "Holder", "ring_log2"]
 
 RESERVE_SHARE: Final = 16
 """The reader evicts ahead to keep one part in this many of the cache free, which no projection set can count on."""

@@ -29,7 +29,7 @@ from strataflux.daemon.interface import OpenedSession, Reader, SessionRequest
 from strataflux.proto import layout, messages
 from strataflux.proto.errors import ContractError, MessageError
 
-__all__ = ["AttachCounters", "AttachServer", "AttachedClient"]
+__all__ = ["AttachCounters", "AttachServer", "AttachedClient", "State"]
 
 _LOG: Final = logging.getLogger(__name__)
 _TEXT_MAX: Final = 2_000

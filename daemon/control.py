@@ -30,7 +30,7 @@ from strataflux.daemon.interface import Reader, ServedStore
 from strataflux.proto import control_pb2, control_pb2_grpc, layout
 from strataflux.proto.store_format import canonical_json
 
-__all__ = ["ERROR_METADATA", "ControlPlane", "Service"]
+__all__ = ["ERROR_METADATA", "SERVICE_NAME", "AdminMethods", "ControlPlane", "ReaderMethods", "Service"]
 
 ERROR_METADATA: Final = "strataflux-error-bin"
 SERVICE_NAME: Final = "strataflux.control.v1.Control"
@@ -39,7 +39,7 @@ _OPTIONS: Final = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length",
 _MAX_CALLS: Final = 64
 _INTERVAL_SECONDS: Final = (0.1, 3600.0)
 
-Context = grpc.aio.ServicerContext[Any, Any]
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ReaderMethods(control_pb2_grpc.ControlServicer):
         self._stopping = stopping
         self._started = time.monotonic()
 
-    async def GetInfo(self, request: control_pb2.GetInfoRequest, context: Context) -> control_pb2.GetInfoResponse:
+    async def GetInfo(self, request: control_pb2.GetInfoRequest, context: _Context) -> control_pb2.GetInfoResponse:
         """Who answers, and in which state."""
         service, reader = self._service, self._service.reader
         return control_pb2.GetInfoResponse(
@@ -86,7 +86,7 @@ class ReaderMethods(control_pb2_grpc.ControlServicer):
         )
 
     async def ListStores(
-        self, request: control_pb2.ListStoresRequest, context: Context
+        self, request: control_pb2.ListStoresRequest, context: _Context
     ) -> control_pb2.ListStoresResponse:
         """The served stores, in the order of their indices."""
         rows = self._stats().stores
@@ -111,7 +111,7 @@ class ReaderMethods(control_pb2_grpc.ControlServicer):
         return control_pb2.ListStoresResponse(stores=stores)
 
     async def ListSessions(
-        self, request: control_pb2.ListSessionsRequest, context: Context
+        self, request: control_pb2.ListSessionsRequest, context: _Context
     ) -> control_pb2.ListSessionsResponse:
         """The sessions that live."""
         rows = {row.index: row for row in self._stats().sessions}
@@ -129,12 +129,12 @@ class ReaderMethods(control_pb2_grpc.ControlServicer):
         ]
         return control_pb2.ListSessionsResponse(sessions=sessions)
 
-    async def GetStats(self, request: control_pb2.GetStatsRequest, context: Context) -> control_pb2.Stats:
+    async def GetStats(self, request: control_pb2.GetStatsRequest, context: _Context) -> control_pb2.Stats:
         """All numbers at one moment."""
         return self._stats()
 
     async def WatchStats(
-        self, request: control_pb2.WatchStatsRequest, context: Context
+        self, request: control_pb2.WatchStatsRequest, context: _Context
     ) -> AsyncIterator[control_pb2.Stats]:
         """The same at an interval, until the client cancels or the service stops."""
         shortest, longest = _INTERVAL_SECONDS
@@ -154,11 +154,13 @@ class ReaderMethods(control_pb2_grpc.ControlServicer):
             except TimeoutError:
                 continue
 
-    async def GetConfig(self, request: control_pb2.GetConfigRequest, context: Context) -> control_pb2.GetConfigResponse:
+    async def GetConfig(
+        self, request: control_pb2.GetConfigRequest, context: _Context
+    ) -> control_pb2.GetConfigResponse:
         """Administrators only."""
         await self._deny(context, "GetConfig")
 
-    async def Drain(self, request: control_pb2.DrainRequest, context: Context) -> control_pb2.DrainResponse:
+    async def Drain(self, request: control_pb2.DrainRequest, context: _Context) -> control_pb2.DrainResponse:
         """Administrators only."""
         await self._deny(context, "Drain")
 
@@ -168,7 +170,7 @@ class ReaderMethods(control_pb2_grpc.ControlServicer):
         )
         return message
 
-    async def _deny(self, context: Context, method: str) -> NoReturn:
+    async def _deny(self, context: _Context, method: str) -> NoReturn:
         expected = f"root or the service's own user (uid {os.geteuid()})"
         code = grpc.StatusCode.PERMISSION_DENIED
         await _abort(context, code, method, "a caller who may only read", expected, "call it as that user")
@@ -179,12 +181,14 @@ class AdminMethods(ReaderMethods):
 
     role = ADMIN
 
-    async def GetConfig(self, request: control_pb2.GetConfigRequest, context: Context) -> control_pb2.GetConfigResponse:
+    async def GetConfig(
+        self, request: control_pb2.GetConfigRequest, context: _Context
+    ) -> control_pb2.GetConfigResponse:
         """The settings in force, defaults included."""
         settings = dataclasses.asdict(self._service.config)
         return control_pb2.GetConfigResponse(config_json=json.dumps(settings, default=str))
 
-    async def Drain(self, request: control_pb2.DrainRequest, context: Context) -> control_pb2.DrainResponse:
+    async def Drain(self, request: control_pb2.DrainRequest, context: _Context) -> control_pb2.DrainResponse:
         """Stop as the first SIGTERM does."""
         return control_pb2.DrainResponse(begun=self._service.begin_drain())
 
@@ -252,7 +256,7 @@ def _plain(value: Any) -> Any:
 
 
 async def _abort(
-    context: Context, code: grpc.StatusCode, subject: str, found: str, expected: str, remedy: str
+    context: _Context, code: grpc.StatusCode, subject: str, found: str, expected: str, remedy: str
 ) -> NoReturn:
     detail = control_pb2.ErrorDetail(subject=subject, found=found, expected=expected, remedy=remedy)
     text = f"{subject}: found {found}; expected {expected}; {remedy}"

@@ -26,8 +26,8 @@ from strataflux.daemon.values import Address
 
 __all__ = ["METRICS", "Declaration", "Exporter", "Moment", "StrataFluxCollector"]
 
-Labels = tuple[str, ...]
-Sample = tuple[Labels, float]
+_Labels = tuple[str, ...]
+_Sample = tuple[_Labels, float]
 
 
 class Moment(NamedTuple):
@@ -55,15 +55,15 @@ class Declaration:
     name: str
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
     help: str
-    labels: Labels
-    read: Callable[[Moment], Iterable[Sample]]
+    labels: _Labels
+    read: Callable[[Moment], Iterable[_Sample]]
 
 
-def _one(read: Callable[[Moment], float]) -> Callable[[Moment], Iterable[Sample]]:
+def _one(read: Callable[[Moment], float]) -> Callable[[Moment], Iterable[_Sample]]:
     return lambda moment: [((), read(moment))]
 
 
-def _lookups(m: Moment) -> Iterator[Sample]:
+def _lookups(m: Moment) -> Iterator[_Sample]:
     lookups = m.stats.lookups
     for kind, asked, hits in (
         ("weight", lookups.weight_lookups, lookups.weight_hits),
@@ -73,14 +73,14 @@ def _lookups(m: Moment) -> Iterator[Sample]:
         yield (kind, "miss"), asked - hits
 
 
-def _dropped(m: Moment) -> Iterator[Sample]:
+def _dropped(m: Moment) -> Iterator[_Sample]:
     requests = m.stats.requests
     yield ("ring", "full"), requests.dropped_ring
     yield ("queue", "full"), requests.dropped_queue
     yield ("reader", "grace"), requests.dropped_grace
 
 
-def _miss_reasons(m: Moment) -> Iterator[Sample]:
+def _miss_reasons(m: Moment) -> Iterator[_Sample]:
     requests = m.stats.requests
     yield ("weight", "cold"), requests.cold
     yield ("weight", "evicted"), requests.evicted
@@ -89,13 +89,13 @@ def _miss_reasons(m: Moment) -> Iterator[Sample]:
     yield ("weight", "corrupt"), requests.quarantined
 
 
-def _cache_bytes(m: Moment) -> Iterator[Sample]:
+def _cache_bytes(m: Moment) -> Iterator[_Sample]:
     for cache in m.stats.caches:
         for state in ("free", "filling", "valid", "retired"):
             yield (cache.kind, state), getattr(cache, f"{state}_bytes")
 
 
-def _cache_slots(m: Moment) -> Iterator[Sample]:
+def _cache_slots(m: Moment) -> Iterator[_Sample]:
     for row in m.stats.classes:
         label = (row.kind, str(row.slot_bytes))
         yield (*label, "free"), row.free
@@ -104,8 +104,8 @@ def _cache_slots(m: Moment) -> Iterator[Sample]:
         yield (*label, "valid"), row.slots - row.free - row.filling - row.retired
 
 
-def _per_store(read: Callable[[Any], float]) -> Callable[[Moment], Iterator[Sample]]:
-    def samples(m: Moment) -> Iterator[Sample]:
+def _per_store(read: Callable[[Any], float]) -> Callable[[Moment], Iterator[_Sample]]:
+    def samples(m: Moment) -> Iterator[_Sample]:
         for (digest, *_), row in zip(m.stores, m.stats.stores, strict=False):
             yield (digest,), read(row)
 
