@@ -19,7 +19,7 @@ from strataflux.proto.errors import ContractError
 
 __all__ = ["COMMANDS", "build_app", "main"]
 
-COMMANDS: tuple[str, ...] = ()
+COMMANDS: tuple[str, ...] = ("bench",)
 """Modules of ``strataflux.client.cli`` that hold commands, in the order ``--help`` lists them."""
 
 

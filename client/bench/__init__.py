@@ -1,0 +1,1 @@
+"""Benchmarks behind ``strataflux bench``: each returns plain numbers and leaves nothing behind."""
