@@ -1,13 +1,15 @@
-"""The decorator for compiled functions, and the folder their machine code is cached in.
+"""The decorator for compiled functions, and the folders their machine code is cached in.
 
 Compiling the reader's loop takes many seconds, so its machine code is kept on disk. Numba's own cache looks only at
 the file that holds a function: when a function *called* from another file changes, or a constant imported from
-one, the old machine code is used without a word. So the cache folder here is named by a digest of every source file
-that compiled code can depend on: each file of this package that imports :func:`compiled`, and each file of this package
-those import, followed to the end. The digest also covers the versions of Numba and Python and the CPU's name.
+one, the old machine code is used without a word. So each module's code lies in a folder named by a digest of all it can
+depend on: the module's source, and that of each module of this package it imports, followed to the end. The digest also
+covers the versions of Numba and Python and the CPU's name. An edit so costs the compilation of what depends on it,
+and nothing else. Functions that can reach more than their module imports (those of tests and benchmarks, and closures,
+which call what they were made with) stand under the digest of all compiled code.
 Folders of digests that nobody used for thirty days are removed.
 
-Numba's cache is pickle: whoever can write to it runs code as us. The folder is therefore created 0700, and one that
+Numba's cache is pickle: whoever can write to it runs code as us. The folders are therefore created 0700, and one that
 belongs to another user, or that others may write to, is refused.
 """
 
@@ -21,7 +23,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -30,7 +32,7 @@ import llvmlite.binding
 import numba
 import numba.core.config
 
-__all__ = ["PACKAGE_ROOT", "CompiledCacheError", "cache_folder", "cache_root", "compiled", "source_digest"]
+__all__ = ["PACKAGE_ROOT", "CompiledCacheError", "Sources", "cache_folder", "cache_root", "compiled"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,7 +64,8 @@ def compiled(fn: F) -> F:
         CompiledCacheError: at decoration, when the cache folder is missing and cannot be made, belongs to another
             user, or may be written by others.
     """
-    folder = str(cache_folder())
+    apart = fn.__closure__ is not None or fn.__module__ not in _sources()
+    folder = str(cache_folder("" if apart else fn.__module__))
     # Numba reads its setting while it decorates. It is put back at once: other users of Numba in this process
     # keep their own cache folder.
     with _decorating:
@@ -76,19 +79,23 @@ def compiled(fn: F) -> F:
 
 
 @cache
-def cache_folder() -> Path:
-    """The checked folder for this digest, below :func:`cache_root`; made if need be, chosen once a process.
+def cache_folder(module: str) -> Path:
+    """The checked folder for the code of ``module`` ("": what may depend on all of it), below :func:`cache_root`; made
+    if need be, chosen once a process.
 
     Raises:
         CompiledCacheError: as :func:`compiled`.
     """
     root = cache_root()
-    _make_private(root, forbidden=0o022)
-    folder = root / source_digest(PACKAGE_ROOT)
+    first = not cache_folder.cache_info().currsize
+    if first:
+        _make_private(root, forbidden=0o022)
+    folder = root / _sources().digest(module)
     # Numba makes folders below this one with the caller's umask, so this one must keep everybody else out.
     _make_private(folder, forbidden=0o077)
     os.utime(folder)
-    _prune(root, keep=folder)
+    if first:
+        _prune(root, keep=folder)
     return folder
 
 
@@ -115,45 +122,87 @@ def cache_root() -> Path:
         ) from error
 
 
-def source_digest(package_root: Path) -> str:
-    """32 hexadecimal digits over the sources that compiled code under ``package_root`` depends on."""
-    sources = {_module_name(package_root, path): path.read_bytes() for path in _python_files(package_root)}
-    imports = {name: _imported(text, sources) for name, text in sources.items()}
-    decorator = "strataflux.proto.compiled"
-    wanted = {name for name, targets in imports.items() if decorator in targets}
-    pending = list(wanted)
-    while pending:
-        found = imports[pending.pop()] - wanted
-        wanted |= found
-        pending.extend(found)
-    digest = hashlib.blake2b(digest_size=16)
-    versions = f"{numba.__version__} {sys.implementation.cache_tag} {llvmlite.binding.get_host_cpu_name()}"
-    digest.update(versions.encode())
-    for name in sorted(wanted):
-        digest.update(f"\0{name}\0{len(sources[name])}\0".encode())
-        digest.update(sources[name])
-    return digest.hexdigest()
+class Sources:
+    """The modules under one package root, each read when it is first asked for and then kept as it was."""
+
+    def __init__(self, package_root: Path) -> None:
+        self._root = package_root
+        self._texts: dict[str, bytes | None] = {}
+        self._digests: dict[str, bytes] = {}
+        self._imports: dict[str, set[str]] = {}
+
+    def __contains__(self, module: str) -> bool:
+        return self._text(module) is not None
+
+    def digest(self, module: str) -> str:
+        """32 hexadecimal digits over all that compiled code of ``module`` can depend on; "" stands for every module
+        that has compiled code.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(f"{numba.__version__} {sys.implementation.cache_tag} {_host_cpu()}".encode())
+        for name in sorted(self.closure([module] if module else self.compiling())):
+            digest.update(f"\0{name}\0".encode() + self._text_digest(name))
+        return digest.hexdigest()
+
+    def closure(self, modules: Iterable[str]) -> set[str]:
+        """``modules`` and what they import of this package, directly or not."""
+        found = set(modules)
+        pending = list(found)
+        while pending:
+            new = self._imported(pending.pop()) - found
+            found |= new
+            pending.extend(new)
+        return found
+
+    def compiling(self) -> set[str]:
+        """Every module that imports :func:`compiled`."""
+        names = set()
+        for top in _FOLDERS:
+            for folder, _, files in os.walk(self._root / top):
+                parts = Path(folder).relative_to(self._root).parts
+                names |= {".".join(("strataflux", *parts, name[:-3])) for name in files if name.endswith(".py")}
+        names = {name.removesuffix(".__init__") for name in names}
+        return {name for name in names if __name__ in self._imported(name)}
+
+    def _text_digest(self, module: str) -> bytes:
+        if module not in self._digests:
+            self._digests[module] = hashlib.blake2b(self._text(module) or b"").digest()
+        return self._digests[module]
+
+    def _imported(self, module: str) -> set[str]:
+        """Modules of this package named by the import statements of one of them."""
+        if module not in self._imports:
+            candidates: set[str] = set()
+            for match in _IMPORT.finditer(self._text(module) or b""):
+                parent, names, plain = (group.decode() if group else "" for group in match.groups())
+                candidates |= {parent, plain} | {f"{parent}.{name}" for name in re.findall(r"\w+", names)}
+            self._imports[module] = {name for name in candidates if name in self}
+        return self._imports[module]
+
+    def _text(self, module: str) -> bytes | None:
+        """The source of a module; None if this package has none of that name."""
+        if module not in self._texts:
+            top, _, rest = module.partition(".")
+            self._texts[module] = self._read(rest.replace(".", "/")) if top == "strataflux" and rest else None
+        return self._texts[module]
+
+    def _read(self, path: str) -> bytes | None:
+        for name in (f"{self._root}/{path}.py", f"{self._root}/{path}/__init__.py"):
+            if os.path.isfile(name):
+                with open(name, "rb") as file:
+                    return file.read()
+        return None
 
 
-def _python_files(package_root: Path) -> Iterator[Path]:
-    for top in _FOLDERS:
-        for folder, _, names in os.walk(package_root / top):
-            yield from (Path(folder, name) for name in names if name.endswith(".py"))
+@cache
+def _sources() -> Sources:
+    """The sources this process runs."""
+    return Sources(PACKAGE_ROOT)
 
 
-def _module_name(package_root: Path, path: Path) -> str:
-    parts = path.relative_to(package_root).with_suffix("").parts
-    return ".".join(("strataflux", *parts)).removesuffix(".__init__")
-
-
-def _imported(text: bytes, sources: dict[str, bytes]) -> set[str]:
-    """Modules of this package named by the import statements in ``text``."""
-    found: set[str] = set()
-    for match in _IMPORT.finditer(text):
-        parent, names, plain = (group.decode() if group else "" for group in match.groups())
-        candidates = {parent, plain} | {f"{parent}.{name}" for name in re.findall(r"\w+", names)}
-        found |= candidates & sources.keys()
-    return found
+@cache
+def _host_cpu() -> str:
+    return str(llvmlite.binding.get_host_cpu_name())
 
 
 def _make_private(folder: Path, forbidden: int) -> None:

@@ -12,10 +12,10 @@ from strataflux.proto import compiled as module
 from strataflux.proto.compiled import (
     PACKAGE_ROOT,
     CompiledCacheError,
+    Sources,
     cache_folder,
     cache_root,
     compiled,
-    source_digest,
 )
 
 
@@ -31,7 +31,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A package in which ``user`` is compiled, calls into ``callee`` and takes a constant from ``layout``."""
+    """A package in which ``user`` is compiled, calls into ``callee`` and takes a constant from ``layout``; ``other``
+    is compiled, too, and has nothing to do with them.
+    """
     folder = tmp_path / "package"
     files = {
         "proto/compiled.py": "def compiled(fn): return fn\n",
@@ -40,6 +42,7 @@ def package(tmp_path: Path) -> Path:
         "daemon/user.py": (
             "from strataflux.proto.compiled import compiled\nfrom strataflux.proto.callee import (\n    f,\n    g,\n)\n"
         ),
+        "client/other.py": "from strataflux.proto.compiled import compiled\n",
         "client/apart.py": "import strataflux.proto.layout\n",
     }
     for name, text in files.items():
@@ -63,7 +66,30 @@ def test_machine_code_lands_in_the_digest_folder(root: Path) -> None:
         return a + a
 
     assert double(21) == 42
-    assert list((root / source_digest(PACKAGE_ROOT)).rglob("*.nbc"))
+    assert list((root / Sources(PACKAGE_ROOT).digest("")).rglob("*.nbc"))
+
+
+def test_each_module_has_its_own_folder(root: Path) -> None:
+    def double(a: int) -> int:
+        return a + a
+
+    double.__module__ = "strataflux.proto.ring"
+    compiled(double)(21)
+    assert list((root / Sources(PACKAGE_ROOT).digest("strataflux.proto.ring")).rglob("*.nbc"))
+    assert not (root / Sources(PACKAGE_ROOT).digest("")).exists()
+
+
+def test_closure_stands_under_the_digest_of_all_compiled_code(root: Path) -> None:
+    @compiled
+    def double(a: int) -> int:
+        return a + a
+
+    def quadruple(a: int) -> int:
+        return double(double(a))
+
+    quadruple.__module__ = "strataflux.proto.ring"
+    assert compiled(quadruple)(10) == 40
+    assert {folder.name for folder in root.iterdir()} == {Sources(PACKAGE_ROOT).digest("")}
 
 
 def test_numba_setting_of_others_is_put_back(root: Path) -> None:
@@ -72,29 +98,51 @@ def test_numba_setting_of_others_is_put_back(root: Path) -> None:
     assert vars(numba.core.config)["CACHE_DIR"] == before
 
 
+@pytest.mark.parametrize("module", ["strataflux.daemon.user", ""])
 @pytest.mark.parametrize("changed", ["proto/compiled.py", "proto/callee.py", "proto/layout.py", "daemon/user.py"])
-def test_digest_follows_what_compiled_code_depends_on(package: Path, changed: str) -> None:
-    before = source_digest(package)
+def test_digest_follows_what_compiled_code_depends_on(package: Path, changed: str, module: str) -> None:
+    before = Sources(package).digest(module)
     with (package / changed).open("a") as file:
         file.write("# changed\n")
-    assert source_digest(package) != before
+    assert Sources(package).digest(module) != before
+
+
+def test_edit_leaves_the_code_of_other_modules_alone(package: Path) -> None:
+    before = Sources(package)
+    others = before.digest("strataflux.client.other"), before.digest("strataflux.proto.layout")
+    whole = before.digest("")
+    (package / "daemon/user.py").write_text("from strataflux.proto.compiled import compiled\n")
+    after = Sources(package)
+    assert (after.digest("strataflux.client.other"), after.digest("strataflux.proto.layout")) == others
+    assert after.digest("") != whole
 
 
 def test_digest_ignores_files_without_compiled_code(package: Path) -> None:
-    before = source_digest(package)
+    before = Sources(package).digest("")
     (package / "client/apart.py").write_text("# changed\n")
-    assert source_digest(package) == before
+    assert Sources(package).digest("") == before
 
 
-def test_digest_covers_this_package(root: Path) -> None:
-    names = {path.relative_to(PACKAGE_ROOT).as_posix() for path in module._python_files(PACKAGE_ROOT)}
-    assert {"proto/compiled.py", "proto/ring.py", "cache_policy/lru.py"} <= names
+def test_package_is_imported_through_its_init_file(package: Path) -> None:
+    (package / "daemon/engines").mkdir()
+    (package / "daemon/engines/__init__.py").write_text("import strataflux.proto.callee\n")
+    (package / "daemon/loop.py").write_text("from strataflux.daemon import engines\n")
+    closure = Sources(package).closure(["strataflux.daemon.loop"])
+    assert {"strataflux.daemon.engines", "strataflux.proto.callee", "strataflux.proto.layout"} <= closure
+
+
+def test_this_package_is_understood() -> None:
+    sources = Sources(PACKAGE_ROOT)
+    assert {"strataflux.proto.ring", "strataflux.cache_policy.lru", "strataflux.daemon.reader"} <= sources.compiling()
+    reader = sources.closure(["strataflux.daemon.reader"])
+    assert {"strataflux.daemon.engines.uring", "strataflux.proto.atomics", "strataflux.cache_policy.budget"} <= reader
+    assert "strataflux.daemon.reader" not in sources.closure(["strataflux.proto.ring"])
 
 
 def test_folders_are_private(root: Path) -> None:
     old = os.umask(0)
     try:
-        folder = cache_folder()
+        folder = cache_folder("")
     finally:
         os.umask(old)
     assert folder.parent == root
@@ -106,15 +154,15 @@ def test_root_that_others_may_write_is_refused(root: Path) -> None:
     root.mkdir()
     root.chmod(0o770)
     with pytest.raises(CompiledCacheError, match=r"mode 0770, expected at most 0755.*STRATAFLUX_COMPILED_DIR"):
-        cache_folder()
+        cache_folder("")
 
 
 def test_digest_folder_that_others_may_read_is_refused(root: Path) -> None:
-    folder = cache_folder()
+    folder = cache_folder("")
     folder.chmod(0o755)
     cache_folder.cache_clear()
     with pytest.raises(CompiledCacheError, match="mode 0755, expected at most 0700"):
-        cache_folder()
+        cache_folder("")
 
 
 def test_folder_of_another_user_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,21 +170,21 @@ def test_folder_of_another_user_is_refused(root: Path, monkeypatch: pytest.Monke
     root.mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.raises(CompiledCacheError, match=f"belongs to uid {owner}, expected {owner + 1}"):
-        cache_folder()
+        cache_folder("")
 
 
 def test_link_in_place_of_the_folder_is_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     root.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CompiledCacheError, match="is a link"):
-        cache_folder()
+        cache_folder("")
 
 
 def test_file_in_place_of_the_parent_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("STRATAFLUX_COMPILED_DIR", str(tmp_path / "file" / "compiled"))
     with pytest.raises(CompiledCacheError, match="cannot be kept in"):
-        cache_folder()
+        cache_folder("")
 
 
 def test_root_is_the_first_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +209,7 @@ def test_only_long_unused_digest_folders_are_pruned(root: Path) -> None:
         (folder / "code.nbc").write_text("")
         os.utime(folder, (now - days * 86400,) * 2)
     root.chmod(0o700)
-    kept = cache_folder()
+    kept = cache_folder("")
     assert not old.exists()
     assert recent.exists()
     assert foreign.exists()
