@@ -20,6 +20,7 @@ def random_codes(outputs: int, channels: int, seed: int) -> torch.Tensor:
     return torch.randint(-7, 8, (outputs, channels), generator=generator, dtype=torch.int8)
 
 
+@settings(deadline=None)
 @given(outputs=st.integers(1, 65), channels=st.integers(1, 9), seed=st.integers(0, 2**31))
 def test_packing_round_trip(outputs: int, channels: int, seed: int) -> None:
     codes = random_codes(outputs, channels, seed)
