@@ -25,7 +25,14 @@ from strataflux.proto.messages import SegmentInfo, StoreRef, TableInfo, Welcome
 from strataflux.proto.segment import Segment, map_descriptor
 from strataflux.proto.store_format import StoreManifest
 
-__all__ = ["AttachRequest", "Attachment", "attach"]
+__all__ = [
+    "SERVICE_USER",
+    "WELCOME_SECONDS",
+    "AttachRequest",
+    "Attachment",
+    "attach",
+    "map_segments",
+]
 
 WELCOME_SECONDS: Final = 10.0
 SERVICE_USER: Final = "strataflux"

@@ -29,7 +29,15 @@ from strataflux.proto import layout, ring
 from strataflux.proto.atomics import U64, fence_acquire, load_u32, store_u32, store_u64
 from strataflux.proto.compiled import compiled
 
-__all__ = ["absent_count", "look_up", "raise_fault"]
+__all__ = [
+    "BATCH",
+    "FAULT_OID",
+    "FAULT_SIZES",
+    "FAULT_TABLE",
+    "absent_count",
+    "look_up",
+    "raise_fault",
+]
 
 BATCH: Final = 64
 

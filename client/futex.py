@@ -6,7 +6,9 @@ import os
 import platform
 from typing import Final
 
-__all__ = ["wait"]
+__all__ = [
+    "wait",
+]
 
 _NUMBERS: Final = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT: Final = 0  # not FUTEX_PRIVATE: the waker is another process

@@ -18,7 +18,13 @@ from strataflux.client.errors import StrataFluxError
 from strataflux.proto import messages
 from strataflux.proto.errors import ContractError
 
-__all__ = ["Event", "Keeper", "Owner"]
+__all__ = [
+    "PAUSE_FIRST_SECONDS",
+    "PAUSE_LAST_SECONDS",
+    "Event",
+    "Keeper",
+    "Owner",
+]
 
 _LOG: Final = logging.getLogger(__name__)
 PAUSE_FIRST_SECONDS: Final = 0.05

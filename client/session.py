@@ -39,7 +39,13 @@ from strataflux.proto.messages import StoreRef
 from strataflux.proto.runtime import ATTACH_SOCKET, runtime_folder
 from strataflux.proto.store_format import StoreManifest
 
-__all__ = ["ATTACHED", "DETACHED", "REATTACHING", "Session", "Step"]
+__all__ = [
+    "ATTACHED",
+    "DETACHED",
+    "REATTACHING",
+    "Session",
+    "Step",
+]
 
 _NAP_NANOSECONDS: Final = 50_000_000
 """A wait looks up at least this often whether anybody is still filling, and asks again for what is missing."""

@@ -9,7 +9,11 @@ from strataflux.client import attach_block
 from strataflux.proto import layout
 from strataflux.proto.messages import Welcome
 
-__all__ = ["SessionStats", "counts_of", "make_stats"]
+__all__ = [
+    "SessionStats",
+    "counts_of",
+    "make_stats",
+]
 
 
 @dataclass(frozen=True)

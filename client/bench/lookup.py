@@ -21,7 +21,13 @@ from strataflux.proto.atomics import U64, load_u32, load_u64, pause, store_u32
 from strataflux.proto.compiled import compiled
 from strataflux.proto.segment import Segment, create
 
-__all__ = ["LookupResult", "LookupSetup", "bench_lookup"]
+__all__ = [
+    "LookupResult",
+    "LookupSetup",
+    "bench_lookup",
+    "drain",
+    "gather",
+]
 
 
 @dataclass(frozen=True)

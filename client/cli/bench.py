@@ -7,7 +7,10 @@ import typer
 
 from strataflux.client.cli.output import Output
 
-__all__ = ["register"]
+__all__ = [
+    "lookup",
+    "register",
+]
 
 
 def lookup(
