@@ -16,8 +16,9 @@ from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.runtime.models import SETS, ModelConfig
 from strataflux.kernels.refine import record_bytes, refine_addresses
 from strataflux.kernels.select import CHUNK, select_channels, selected_count
+from strataflux.proto.layout import slot_bytes
 
-__all__ = ["RecordSource", "SetStatistics", "WeightRefiner", "record_bases"]
+__all__ = ["RecordSource", "SetStatistics", "StepDemand", "WeightRefiner", "record_bases", "step_demand"]
 
 
 class RecordSource(Protocol):
@@ -30,8 +31,7 @@ class RecordSource(Protocol):
         scores: NDArray[np.uint8],
         addresses: NDArray[np.uint64],
     ) -> int:
-        """Find ``oids`` [n] of ``table``; what is absent is asked for in the background, more urgently by
-        score.
+        """Find ``oids`` [n] of ``table``; what is absent is asked for in the background, high ``scores`` first.
 
         ``addresses`` [n] is filled with where each record lies in this process, 0 where it is absent. They
         hold until the current step ends or the next call, whichever is first. Returns how many are present.
@@ -50,6 +50,16 @@ class SetStatistics:
     def hit_rate(self) -> float:
         """Hits per look-up; 0 before the first."""
         return self.hits / self.lookups if self.lookups else 0.0
+
+
+@dataclass(frozen=True)
+class StepDemand:
+    """What decoding asks of a session; it is told when it attaches, before there is a refiner."""
+
+    selections: int
+    """Look-ups of one decode step over all layers."""
+    largest_set_bytes: int
+    """Slot bytes of the largest selection of one look-up, all of which must be resident at once to wait for it."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +121,24 @@ class WeightRefiner:
         scale = self._scales[layer][set_index]
         refine_addresses(y, x, buffers.indices, buffers.addresses, scale, buffers.sums)
 
-    @property
-    def lookups_per_step(self) -> int:
-        """Look-ups of one decode step over all layers; a request ring must hold at least as many."""
-        return len(self._scales) * sum(buffers.indices.size for buffers in self._buffers)
-
     def statistics(self) -> dict[str, SetStatistics]:
         """Look-ups and hits by projection set."""
         return {name: SetStatistics(int(self._lookups[i]), int(self._hits[i])) for i, name in enumerate(SETS)}
+
+
+def step_demand(prepared: PreparedModel, k: int | Mapping[str, int] | None = None) -> StepDemand:
+    """What a refiner with these arguments will ask of its source.
+
+    Raises:
+        MisuseError: as :class:`WeightRefiner`.
+    """
+    config = prepared.config
+    budgets = _budgets(prepared.manifest.k if k is None else k)
+    shapes = [config.set_shape(name) for name in SETS]
+    counts = [selected_count(budget, inputs) for budget, (_, inputs) in zip(budgets, shapes, strict=True)]
+    sizes = [slot_bytes(record_bytes(outputs)) for outputs, _ in shapes]
+    largest = max(count * size for count, size in zip(counts, sizes, strict=True))
+    return StepDemand(config.layers * sum(counts), largest)
 
 
 def record_bases(config: ModelConfig) -> NDArray[np.int64]:

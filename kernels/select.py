@@ -1,15 +1,13 @@
 """Which input channels matter now: the exact top-k of ``|x|`` in each chunk of 1,024 channels.
 
-Formula. A chunk of n channels gives ``quota(k, n)`` of them: k for a full chunk, ``max(1,
-round(k·n/1024))`` (half to even, never more than n) for a shorter one, none for k = 0. Within a chunk
-channels rank by ``|x|``, equal ones by lower index first. A NaN ranks as zero, an infinity above every
-number, so the number selected depends on shapes alone.
+Formula. A chunk of n channels gives ``quota(k, n)`` of them: k for a full chunk, ``max(1, round(k·n/1024))`` (half to
+even, never more than n) for a shorter one, none for k = 0. Within a chunk channels rank by ``|x|``, equal ones by lower
+index first. A NaN ranks as zero, an infinity above every number, so the number selected depends on shapes alone.
 
-Each selected channel carries a score for the reader's queue: with ``v = |x_i| / max |x|`` of its chunk, ``1
-+ clip(floor(16·(log2 v + 12)), 0, 254)``; 0 is kept for "unknown". Logarithms of different processors
-disagree in the last bit, so the floor is taken by comparing v with 255 float32 thresholds ``2^(j/16 -
-12)``: the same score everywhere. Infinities have v = 1 and make every finite v of their chunk 0; in a chunk
-of zeros v is 0.
+Each selected channel carries a score for the reader's queue. With ``v = |x_i| / max |x|`` of its chunk it is
+``1 + clip(floor(16·(log2 v + 12)), 0, 254)``; 0 is kept for "unknown". Logarithms of different processors disagree in
+the last bit, so the floor is taken by comparing v with 255 float32 thresholds ``2^(j/16 - 12)``: the same score
+everywhere. Infinities have v = 1 and make every finite v of their chunk 0; in a chunk of zeros v is 0.
 
 Indices are ascending over the whole input, as one projection's records lie on disk.
 """

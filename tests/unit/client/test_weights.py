@@ -12,7 +12,7 @@ from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.prepare.write import PrepareSettings, prepare
 from strataflux.client.runtime.decoder import Decoder
 from strataflux.client.runtime.models import SETS, DecoderWeights
-from strataflux.client.weights import SetStatistics, WeightRefiner, record_bases
+from strataflux.client.weights import SetStatistics, WeightRefiner, record_bases, step_demand
 from strataflux.kernels.refine import code_columns
 from strataflux.kernels.select import select_reference
 from strataflux.proto.store_format import open_store
@@ -82,7 +82,9 @@ def test_all_channels_nearly_give_back_the_model(prepared: PreparedModel, tiny_s
     for token in (9, 33, 2, 250):
         reference, base, refined = (decoder.step(token) for decoder in decoders)
         assert float((refined - reference).norm()) < 0.2 * float((base - reference).norm())
-    assert refiner.lookups_per_step * 4 == sum(s.lookups for s in refiner.statistics().values())
+    demand = step_demand(prepared, k=1024)
+    assert demand.selections * 4 == sum(s.lookups for s in refiner.statistics().values())
+    assert demand.largest_set_bytes == 1088 * 256  # down: more records than gate-up, each in the smallest slot
 
 
 def test_sets_have_their_own_budgets_and_none_asks_for_nothing(prepared: PreparedModel) -> None:
@@ -99,7 +101,9 @@ def test_sets_have_their_own_budgets_and_none_asks_for_nothing(prepared: Prepare
 
 def test_budgets_come_from_the_prepared_model(prepared: PreparedModel) -> None:
     refiner = WeightRefiner(InMemory(prepared.store), 0, prepared)
-    assert refiner.lookups_per_step == 2 * (2 + 2 + 2 + 34)
+    Decoder(DecoderWeights.read(prepared), 1, refiner).step(1)
+    asked = sum(statistics.lookups for statistics in refiner.statistics().values())
+    assert asked == step_demand(prepared).selections == 2 * (2 + 2 + 2 + 34)
 
 
 @pytest.mark.parametrize(("k", "message"), [(-1, "-1"), (1025, "1025"), ({"qkv": 1}, "one for each")])
