@@ -1,14 +1,12 @@
 """Refinement of one projection: ``y += scale ⊙ Σ_i x_i · (code_i - 8)`` over the selected input channels.
 
-A record holds the codes of one input channel for all outputs of a projection set: output o is a nibble q +
-8 with q in -7…7 (so nibble 0 never occurs), least significant first. Byte j holds output 2j in bits 0-3 and
-output 2j + 1 in bits 4-7. With an odd number of outputs the last high nibble is 8, a zero. ``record_bytes =
-ceil(outputs / 2)``. Scales are one float32 per output, shared by all channels, and stay with the resident
-weights.
+A record holds the codes of one input channel for all outputs of a projection set: an output is a nibble q + 8 with q in
+-7…7 (so nibble 0 never occurs), least significant first. Byte j holds output 2j in bits 0-3 and output 2j + 1 in bits
+4-7; a record takes ``ceil(outputs / 2)`` bytes. With an odd number of outputs the last high nibble is 8, a zero. Scales
+are one float32 per output, shared by all channels, and stay with the resident weights.
 
-The compiled path reads records where they lie (their addresses in this process) and sums in float32 in the
-order of the addresses given, so equal inputs give equal bits. Address 0 means the record is absent: its
-channel adds nothing.
+The compiled path reads records where they lie (their addresses in this process) and sums in float32 in the order of the
+addresses given, so equal inputs give equal bits. Address 0 means the record is absent: its channel adds nothing.
 """
 
 from collections.abc import Callable

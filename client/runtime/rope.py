@@ -1,5 +1,6 @@
-"""Rotary position embedding by halves: elements i and i + d/2 of a head turn by ``position ·
-frequency_i``.
+"""Rotary position embedding by halves: elements i and i + d/2 of a head turn by the same angle.
+
+The angle is the position times frequency i, ``theta^(-2i/d)`` over the divisor of that frequency.
 """
 
 import torch

@@ -1,12 +1,15 @@
 """Round to nearest: the plainest low-bit base, asymmetric with integer zero-points.
 
-Each group of ``group`` consecutive inputs of a row spans min…max of its weights, zero included. For a shrink factor
-c, ``scale = c · (max - min) / (2^bits - 1)`` rounded to float16, ``zero = round(-c · min / scale)`` and ``code =
-clip(round(w / scale) + zero)``. Of seven factors 1.00, 0.95 … 0.70 the one with the least ``Σ |error|^p`` is taken, p
-= 2.5: at 3 bits a few clipped ends cost less than a coarser grid for all. The exponent, between squares and cubes,
-keeps large errors rarer than squares would (GPTQ's reference search uses 2.4).
+Each group of ``group`` consecutive inputs of a row spans min…max of its weights, zero included. For a shrink factor c,
 
-An integer zero-point keeps zero exact and costs less accuracy than storing the minimum does.
+    scale = c · (max - min) / (2^bits - 1), rounded to float16
+    zero  = round(-c · min / scale)
+    code  = clip(round(w / scale) + zero, 0, 2^bits - 1)
+
+Of seven factors 1.00, 0.95 … 0.70 the one with the least ``Σ |error|^p`` is taken, p = 2.5: at 3 bits a few clipped
+ends cost less than a coarser grid for all. The exponent, between squares and cubes, keeps large errors rarer than
+squares would (GPTQ's reference search uses 2.4). An integer zero-point keeps zero exact and costs less accuracy than
+storing the minimum does.
 """
 
 from dataclasses import dataclass
