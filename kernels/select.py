@@ -19,7 +19,7 @@ from torch import Tensor
 
 from strataflux.proto.compiled import compiled
 
-__all__ = ["CHUNK", "select_channels", "select_reference", "selected_count"]
+__all__ = ["CHUNK", "SCORE_THRESHOLDS", "quota", "select_channels", "select_reference", "selected_count"]
 
 CHUNK = 1024
 """Input channels that share one budget k."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from strataflux.client.errors import MisuseError
 
-__all__ = ["TOP_TOKENS", "Reference", "Score", "score", "score_reference"]
+__all__ = ["TOP_TOKENS", "Advance", "Reference", "Score", "divergences", "score", "score_reference"]
 
 TOP_TOKENS = 1024
 """Tokens that ``kl_top`` keeps apart."""

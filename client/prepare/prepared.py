@@ -27,7 +27,18 @@ from strataflux.kernels.lowbit import dequantize, packed_bytes
 from strataflux.kernels.refine import record_bytes
 from strataflux.proto.store_format import SectionSpec, identity_digest
 
-__all__ = ["FORMAT", "Manifest", "PreparedModel", "open_prepared", "resident_tensors", "store_sections"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "RESIDENT",
+    "STORE",
+    "TOKENIZER",
+    "Manifest",
+    "PreparedModel",
+    "open_prepared",
+    "resident_tensors",
+    "store_sections",
+]
 
 FORMAT = 1
 """Version of the folder; a newer one is refused."""

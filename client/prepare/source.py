@@ -14,7 +14,7 @@ from strataflux.client.errors import InputError
 from strataflux.client.prepare.errors import DamagedModel, UnsupportedModel
 from strataflux.client.runtime.models import LayerWeights, ModelConfig, WeightSource
 
-__all__ = ["ModelSource", "fused_layer", "open_source", "require_tensor"]
+__all__ = ["ModelSource", "fused_layer", "open_source", "part_shapes", "require_tensor"]
 
 
 class ModelSource(WeightSource, Protocol):

@@ -40,15 +40,13 @@ from strataflux.proto.store_writer import StoreWriter, replace_folder
 
 __all__ = ["PrepareSettings", "prepare", "prepare_steps"]
 
-DEFAULT_K = 32
-
 
 @dataclass(frozen=True)
 class PrepareSettings:
     """How a model is prepared."""
 
     base: RtnSettings = field(default_factory=RtnSettings)
-    k: int = DEFAULT_K
+    k: int = 32
     """Default budget of every projection set, in channels per 1,024; can be overridden when decoding."""
 
 

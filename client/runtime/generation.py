@@ -9,7 +9,7 @@ from torch import Tensor
 
 from strataflux.client.errors import MisuseError
 
-__all__ = ["Sampling", "choose_token", "generate_tokens", "text_pieces"]
+__all__ = ["Advance", "Sampling", "choose_token", "generate_tokens", "text_pieces"]
 
 Advance = Callable[[int], Tensor]
 """Appends a token and returns the next one's logits [vocabulary], as :meth:`Decoder.step` does."""

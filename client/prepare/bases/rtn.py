@@ -25,7 +25,7 @@ from strataflux.client.prepare.errors import DamagedModel
 from strataflux.kernels.lowbit import BITS, dequantize, pack_codes
 from strataflux.proto.compiled import compiled
 
-__all__ = ["GROUPS", "LowBitMatrix", "RtnSettings", "quantize_rtn"]
+__all__ = ["EXPONENT", "FACTORS", "GROUPS", "LEAST_FACTOR", "LowBitMatrix", "RtnSettings", "quantize_rtn"]
 
 GROUPS = (64, 128)
 """Supported group lengths."""
