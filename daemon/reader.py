@@ -16,7 +16,7 @@ from strataflux.daemon.fills import finish_reads, start_fills, start_preload
 from strataflux.daemon.grace import close_batch, fence_stuck, observe_steps, recycle
 from strataflux.daemon.requests import take_requests
 from strataflux.daemon.state import READER, Core
-from strataflux.daemon.system import eventfd_drain, futex_wake, monotonic_us, poll2
+from strataflux.daemon.system import futex_wake, monotonic_us
 from strataflux.proto import layout
 from strataflux.proto.atomics import (
     fence,
@@ -51,6 +51,7 @@ def run(c: Core, e: Any) -> None:
         if busy:
             c.rd[0].last_work_us = c.rd[0].now_us
         elif inside and c.rd[0].now_us - c.rd[0].last_work_us < _SPIN_US:
+            engines.flush(e)
             pause()
         elif _sleep(c, e, inside):
             return
@@ -70,7 +71,8 @@ def sweep(c: Core, e: Any) -> tuple[bool, bool]:
         work += start_preload(c, e)
     close_batch(c)
     fence_stuck(c)
-    engines.flush(e)
+    if e[0].unflushed:
+        engines.flush(e)
     if c.rd[0].filled_now:
         _announce(c)
     return work > 0, inside
@@ -117,28 +119,17 @@ def _sleep(c: Core, e: Any, inside: bool) -> bool:
     rd = c.rd[0]
     waiting_grace = rd.batch_first != rd.batch_last or rd.queued > 0
     if inside or waiting_grace:
-        _wait(c, e, _NAP_US)
+        engines.wait(e, _NAP_US, c.scratch.ctypes.data)
         return False
     store_u32(rd.page + _SLEEPING, 1)
     # SYNC: sleeping (publish). Full fence: a client that missed the word has its step or entry seen below.
     fence()
-    woken = 0
+    result = 0
     if not _anything_new(c) and load_acquire_u64(c.rd.ctypes.data + _COMMANDS) == 0:
         rd.sleeps += 1
-        woken = _wait(c, e, rd.idle_timeout_us)
+        result = engines.wait(e, rd.idle_timeout_us, c.scratch.ctypes.data)
     store_u32(rd.page + _SLEEPING, 0)
-    return woken == 0 and rd.in_flight == 0
-
-
-@compiled
-def _wait(c: Core, e: Any, timeout_us: int) -> int:
-    """Wait for the doorbell or a completion and take both signals back; 0 if neither came."""
-    scratch = c.scratch.ctypes.data
-    woken = poll2(c.rd[0].doorbell, e[0].wait_descriptor, timeout_us, scratch)
-    if woken:
-        eventfd_drain(c.rd[0].doorbell, scratch)
-        eventfd_drain(e[0].wait_descriptor, scratch)
-    return woken
+    return result < 0 and rd.in_flight == 0
 
 
 @compiled

@@ -55,8 +55,8 @@ def make_engine(tier: Tier, settings: ReaderSettings) -> UringEngine | Board:
     """
     depth = settings.queue_depth
     if settings.engine == "uring":
-        return open_uring(depth, tier.pool_address, depth * int(tier.core.rd[0]["window_bytes"]))
-    board = open_board(depth)
+        return open_uring(depth, tier.pool_address, depth * int(tier.core.rd[0]["window_bytes"]), tier.doorbell)
+    board = open_board(depth, tier.doorbell)
     board.start_threads(settings.threads)
     return board
 

@@ -1,12 +1,12 @@
 """Engines: how the reader gets bytes from a file without waiting. One interface, one conformance suite.
 
 ``uring`` hands reads to the kernel through raw io_uring rings; ``threads`` hands them to a pool of threads that call
-preadv2, where io_uring is forbidden. Both are compiled; the reader's loop calls the four functions below:
+preadv2, where io_uring is forbidden. Both are compiled; the reader's loop calls the functions below:
 
 * ``submit(e, window, descriptor, address, length, offset)``: one read into the bounce pool, not started yet
 * ``flush(e)``: start what was submitted
 * ``reap(e, finished)``: completed (window, bytes or -errno) pairs, in any order, without waiting
-* ``e[0].wait_descriptor``: an eventfd, readable when there may be something to reap; drained by who waits on it
+* ``wait(e, timeout_us, scratch)``: flush, then sleep until something may be reaped or the doorbell rings
 
 A read is in flight from ``submit`` until ``reap`` returns it, exactly once; its part of the bounce pool belongs to the
 kernel (or the thread) for that long.
@@ -19,7 +19,7 @@ from strataflux.daemon.engines import board, uring
 from strataflux.daemon.engines.layout import ENGINE, URING
 from strataflux.proto.compiled import compiled
 
-__all__ = ["ENGINE", "flush", "reap", "submit"]
+__all__ = ["ENGINE", "flush", "reap", "submit", "wait"]
 
 
 @compiled
@@ -33,7 +33,7 @@ def submit(e: Any, window: int, descriptor: int, address: int, length: int, offs
 
 @compiled
 def flush(e: Any) -> int:
-    """Start every submitted read; 0, or -errno if the kernel would not take them (they stay submitted)."""
+    """Start every submitted read and let completions appear; 0, or -errno (what was not taken stays submitted)."""
     if e[0].kind == URING:
         return wide(uring.flush(e))
     return wide(board.flush(e))
@@ -45,3 +45,11 @@ def reap(e: Any, finished: Any) -> int:
     if e[0].kind == URING:
         return wide(uring.reap(e, finished))
     return wide(board.reap(e, finished))
+
+
+@compiled
+def wait(e: Any, timeout_us: int, scratch: int) -> int:
+    """Flush and sleep; 0, or -errno (ETIME: nothing happened). ``scratch`` is the address of 40 bytes of ours."""
+    if e[0].kind == URING:
+        return wide(uring.wait(e, timeout_us, scratch))
+    return wide(board.wait(e, timeout_us, scratch))

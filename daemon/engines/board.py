@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from strataflux.cache_policy.base import wide
 from strataflux.daemon.engines.layout import BOARD, ENGINE, JOB, JOB_DONE, JOB_FREE, JOB_READY
-from strataflux.daemon.system import PREADV2, call, eventfd_drain, eventfd_signal
+from strataflux.daemon.system import PREADV2, call, eventfd_drain, eventfd_signal, poll2
 from strataflux.proto.atomics import (
     add_u64,
     load_acquire_u32,
@@ -32,6 +32,7 @@ __all__ = ["Board", "claim", "finish", "flush", "open_board", "reap", "submit", 
 
 _JOB: Final = JOB.itemsize
 _INTERRUPTED: Final = -4
+_TIMED_OUT: Final = 62
 
 
 @dataclass
@@ -60,8 +61,8 @@ class Board:
             os.close(descriptor)
 
 
-def open_board(depth: int) -> Board:
-    """A board for ``depth`` reads, without workers yet."""
+def open_board(depth: int, doorbell: int) -> Board:
+    """A board for ``depth`` reads, without workers yet. ``doorbell`` is an eventfd that ends a wait."""
     order = np.zeros(1 << max(depth - 1, 1).bit_length(), np.uint32)
     jobs = np.zeros(depth, JOB)
     words = np.zeros(2, np.uint64)
@@ -76,7 +77,8 @@ def open_board(depth: int) -> Board:
     state[0]["claimed"] = words.ctypes.data
     state[0]["stop"] = words.ctypes.data + 8
     state[0]["tokens"] = tokens
-    state[0]["wait_descriptor"] = done
+    state[0]["done"] = done
+    state[0]["doorbell"] = doorbell
     return Board(state, [order, jobs, words], [tokens, done])
 
 
@@ -110,6 +112,17 @@ def flush(e: Any) -> int:
 
 
 @compiled
+def wait(e: Any, timeout_us: int, scratch: int) -> int:
+    """As :func:`strataflux.daemon.engines.wait`."""
+    flush(e)
+    woken = poll2(e[0].doorbell, e[0].done, timeout_us, scratch)
+    if woken > 0:
+        eventfd_drain(e[0].doorbell, scratch)
+        eventfd_drain(e[0].done, scratch)
+    return 0 if woken > 0 else -_TIMED_OUT
+
+
+@compiled
 def claim(e: Any) -> int:
     """A worker's next job (its window), after it took one token."""
     position = wide(add_u64(e[0].claimed, 1)) & e[0].order_mask
@@ -127,7 +140,7 @@ def finish(e: Any, window: int, result: int) -> None:
     # SYNC: job-done (publish). Release: the bytes and the result are in place before the state.
     store_release_u32(job, JOB_DONE)
     scratch = np.zeros(1, np.uint64)
-    eventfd_signal(e[0].wait_descriptor, scratch.ctypes.data, 1)
+    eventfd_signal(e[0].done, scratch.ctypes.data, 1)
 
 
 @compiled

@@ -12,7 +12,7 @@ BOARD: Final = 1
 ENGINE = np.dtype(
     [
         ("kind", "i8"),
-        ("wait_descriptor", "i8"),
+        ("doorbell", "i8"),  # eventfd that ends a wait
         ("depth", "i8"),
         ("unflushed", "i8"),  # submitted, not started
         ("system_calls", "i8"),
@@ -20,7 +20,7 @@ ENGINE = np.dtype(
         ("ring", "i8"),
         ("fixed", "i8"),  # reads go into registered buffer 0
         ("deferred", "i8"),  # DEFER_TASKRUN: completions appear only inside enter(GETEVENTS)
-        ("running", "i8"),  # reads started and not reaped
+        ("armed", "i8"),  # a poll of the doorbell is in the ring
         ("sq_tail", "i8"),
         ("sq_mask", "i8"),
         ("sqes", "i8"),
@@ -29,6 +29,8 @@ ENGINE = np.dtype(
         ("cq_mask", "i8"),
         ("cqes", "i8"),
         # board: addresses of the job board
+        ("done", "i8"),  # eventfd: some job is done
+        ("running", "i8"),  # reads started and not reaped
         ("jobs", "i8"),  # JOB a window
         ("order", "i8"),  # u32 [order_mask + 1], windows in the order they were flushed
         ("order_mask", "i8"),

@@ -37,12 +37,18 @@ __all__ = ["UringEngine", "flush", "open_uring", "reap", "submit"]
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
 _OP_READ: Final = 22
 _OP_READ_FIXED: Final = 4
+_OP_POLL_ADD: Final = 6
+_POLL_MULTI: Final = 1
+_POLLIN: Final = 1
+_CQE_MORE: Final = 2
 _ENTER_GETEVENTS: Final = 1
+_ENTER_EXT_ARG: Final = 8
 _REGISTER_BUFFERS: Final = 0
-_REGISTER_EVENTFD: Final = 4
+_DOORBELL: Final = 1 << 62
+_EXTRA_ENTRIES: Final = 8
 _OFF_SQ_RING: Final = 0
 _OFF_SQES: Final = 0x10000000
-_FEAT_SINGLE_MMAP: Final = 1
+_FEATURES: Final = 1 | 1 << 8  # SINGLE_MMAP, EXT_ARG: a wait with a time-out
 _FLAGS: Final = {"DEFER_TASKRUN": 1 << 13, "SINGLE_ISSUER": 1 << 12, "CLAMP": 1 << 4}
 _MAP_POPULATE: Final = 0x8000
 
@@ -73,32 +79,33 @@ class UringEngine:
     state: NDArray[np.void]
     flags: list[str]
     registered: bool
-    _descriptors: list[int]
+    _descriptor: int
     _maps: list[mmap.mmap]
 
     def close(self) -> None:
         """Close the ring. Every read must have been reaped."""
-        for descriptor in self._descriptors:
-            os.close(descriptor)
+        os.close(self._descriptor)
         for mapping in self._maps:
             mapping.close()
 
 
-def open_uring(depth: int, pool_address: int, pool_bytes: int) -> UringEngine:
-    """Create a ring of ``depth`` entries in this thread and register the bounce pool where memlock allows.
+def open_uring(depth: int, pool_address: int, pool_bytes: int, doorbell: int) -> UringEngine:
+    """Create a ring for ``depth`` reads in this thread and register the bounce pool where memlock allows.
+
+    ``doorbell`` is an eventfd that ends a wait.
 
     Raises:
         EngineUnavailable: io_uring is forbidden (seccomp, io_uring_disabled) or missing here.
     """
     if platform.machine() not in ("x86_64", "aarch64"):
         raise EngineUnavailable("uring", platform.machine(), "x86_64 or aarch64", 'set reader.engine = "threads"')
-    descriptor, params, flags = _setup(depth)
+    descriptor, params, flags = _setup(depth + _EXTRA_ENTRIES)
     ring_bytes = max(params.sq_off[6] + params.sq_entries * 4, params.cq_off[5] + params.cq_entries * CQE.itemsize)
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     shared = mmap.MAP_SHARED | _MAP_POPULATE
-    if not params.features & _FEAT_SINGLE_MMAP:
+    if params.features & _FEATURES != _FEATURES:
         os.close(descriptor)
-        raise EngineUnavailable("uring", "a kernel before 5.4", "5.4 or newer", 'set reader.engine = "threads"')
+        raise EngineUnavailable("uring", "a kernel before 5.11", "5.11 or newer", 'set reader.engine = "threads"')
     rings = mmap.mmap(descriptor, ring_bytes, shared, protection, offset=_OFF_SQ_RING)
     sqes = mmap.mmap(descriptor, params.sq_entries * SQE.itemsize, shared, protection, offset=_OFF_SQES)
     base = _address(rings)
@@ -108,7 +115,7 @@ def open_uring(depth: int, pool_address: int, pool_bytes: int) -> UringEngine:
     state: Any = np.zeros(1, ENGINE)
     state[0]["kind"] = URING
     state[0]["ring"] = descriptor
-    state[0]["wait_descriptor"] = done = _register_eventfd(descriptor)
+    state[0]["doorbell"] = doorbell
     state[0]["depth"] = depth
     state[0]["deferred"] = "DEFER_TASKRUN" in flags
     state[0]["sq_tail"] = base + params.sq_off[1]
@@ -120,7 +127,7 @@ def open_uring(depth: int, pool_address: int, pool_bytes: int) -> UringEngine:
     state[0]["cqes"] = base + params.cq_off[5]
     registered = _register_pool(descriptor, pool_address, pool_bytes)
     state[0]["fixed"] = registered
-    return UringEngine(state, flags, registered, [descriptor, done], [rings, sqes])
+    return UringEngine(state, flags, registered, descriptor, [rings, sqes])
 
 
 def _address(mapping: mmap.mmap) -> int:
@@ -145,22 +152,6 @@ def _setup(depth: int) -> tuple[int, _Params, list[str]]:
                 'set reader.engine = "threads", or allow io_uring (sysctl kernel.io_uring_disabled, seccomp)',
             )
         wanted.pop(0)
-
-
-def _register_eventfd(descriptor: int) -> int:
-    """An eventfd that the kernel signals when there may be completions. The ring's own descriptor does not become
-    readable with deferred task work, so it cannot be waited on.
-    """
-    done = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-    word = np.array([done], np.int32)
-    result = call(_REGISTER, descriptor, _REGISTER_EVENTFD, word.ctypes.data, 1, 0, 0)
-    if result < 0:
-        os.close(done)
-        os.close(descriptor)
-        raise EngineUnavailable(
-            "uring", f"register eventfd: {os.strerror(-result)}", "a kernel ≥ 5.4", 'set reader.engine = "threads"'
-        )
-    return done
 
 
 def _register_pool(descriptor: int, address: int, size: int) -> bool:
@@ -189,32 +180,67 @@ def submit(e: Any, window: int, descriptor: int, address: int, length: int, offs
 
 
 @compiled
+def _arm_doorbell(e: Any) -> None:
+    """Ask for a completion each time the doorbell rings (multishot poll), so that one system call waits for both."""
+    tail = load_u32(e[0].sq_tail)
+    sqe = e[0].sqes + (wide(tail) & e[0].sq_mask) * 64
+    for word in range(0, 64, 8):
+        store_u64(sqe + word, 0)
+    store_u32(sqe, _OP_POLL_ADD)
+    store_u32(sqe + 4, e[0].doorbell)
+    store_u32(sqe + 24, _POLL_MULTI)
+    store_u32(sqe + 28, _POLLIN)
+    store_u64(sqe + 32, _DOORBELL)
+    store_release_u32(e[0].sq_tail, np.uint32(tail) + np.uint32(1))
+    e[0].unflushed += 1
+    e[0].armed = 1
+
+
+@compiled
+def _enter(e: Any, wanted: int, flags: int, argument: int, size: int) -> int:
+    taken = call(_ENTER, e[0].ring, e[0].unflushed, wanted, flags, argument, size)
+    e[0].system_calls += 1
+    if taken > 0:
+        e[0].unflushed -= taken
+    return min(taken, 0)
+
+
+@compiled
 def flush(e: Any) -> int:
     """As :func:`strataflux.daemon.engines.flush`; with deferred task work it also lets completions appear."""
-    if e[0].unflushed == 0 and not (e[0].deferred and e[0].running):
-        return 0
-    flags = _ENTER_GETEVENTS if e[0].deferred else 0
-    taken = call(_ENTER, e[0].ring, e[0].unflushed, 0, flags, 0, 0)
-    e[0].system_calls += 1
-    if taken < 0:
-        return taken
-    e[0].unflushed -= taken
-    e[0].running += taken
-    return 0
+    return _enter(e, 0, _ENTER_GETEVENTS if e[0].deferred else 0, 0, 0)
+
+
+@compiled
+def wait(e: Any, timeout_us: int, scratch: int) -> int:
+    """As :func:`strataflux.daemon.engines.wait`: submit, let completions appear and wait, in one system call."""
+    if not e[0].armed:
+        _arm_doorbell(e)
+    store_u64(scratch, 0)  # no signal mask
+    store_u64(scratch + 8, 0)
+    store_u64(scratch + 16, scratch + 24)
+    store_u64(scratch + 24, timeout_us // 1_000_000)
+    store_u64(scratch + 32, timeout_us % 1_000_000 * 1000)
+    return _enter(e, 1, _ENTER_GETEVENTS | _ENTER_EXT_ARG, scratch, 24)
 
 
 @compiled
 def reap(e: Any, finished: Any) -> int:
-    """As :func:`strataflux.daemon.engines.reap`."""
+    """As :func:`strataflux.daemon.engines.reap`; a doorbell's completion is only taken note of."""
     head = wide(load_u32(e[0].cq_head))
     # SYNC: kernel-cq (read; published by the kernel). Acquire: entries are read after the tail that covers them.
     tail = wide(load_acquire_u32(e[0].cq_tail))
-    count = (tail - head) & 0xFFFFFFFF
-    for i in range(count):
+    ready = (tail - head) & 0xFFFFFFFF
+    count = 0
+    for i in range(ready):
         cqe = e[0].cqes + ((head + i) & e[0].cq_mask) * 16
-        finished[0, i] = wide(load_u64(cqe))
-        finished[1, i] = wide(np.int32(load_u32(cqe + 8)))
-    if count:
+        window = wide(load_u64(cqe))
+        if window == _DOORBELL:
+            e[0].armed = wide(load_u32(cqe + 12)) & _CQE_MORE
+            continue
+        finished[0, count] = window
+        finished[1, count] = wide(np.int32(load_u32(cqe + 8)))
+        count += 1
+    if ready:
         store_release_u32(e[0].cq_head, np.uint32(tail))
-        e[0].running -= count
     return count
