@@ -81,7 +81,7 @@ class ServedStore(Protocol):
 
 
 class Reader(Protocol):
-    """The reader thread as seen from the event loop and the metrics thread."""
+    """The reader thread as seen from the event loop and the metrics thread. It owns the stores it was made with."""
 
     @property
     def generation(self) -> int:
@@ -122,4 +122,4 @@ class Reader(Protocol):
         """Take no more requests from the rings; what is in flight ends."""
 
     def stop(self) -> None:
-        """Cancel, reap everything, join the thread, unmap. Idempotent."""
+        """Reap everything in flight, join the thread, unmap, close the stores. Idempotent."""

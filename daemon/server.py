@@ -12,13 +12,14 @@ import socket
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from strataflux import __version__
 from strataflux.daemon.access import StoreAccess
 from strataflux.daemon.admission import Admission
 from strataflux.daemon.attach import AttachServer
 from strataflux.daemon.config import Config
+from strataflux.daemon.errors import ConfigError
 from strataflux.daemon.health import Health, ProgressWatch
 from strataflux.daemon.interface import Reader, ServedStore
 from strataflux.daemon.memory import available_memory, require_memory
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from strataflux.daemon.front import ControlFront
     from strataflux.daemon.metrics import Moment
 
-__all__ = ["OpenStore", "Server"]
+__all__ = ["Server"]
 
 _LOG: Final = logging.getLogger(__name__)
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -41,14 +42,7 @@ _STALLED_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 1.0
 
 
-class OpenStore(ServedStore, Protocol):
-    """A served store, with its end."""
-
-    def close(self) -> None:
-        """Close its descriptors; nothing may be in flight."""
-
-
-S = TypeVar("S", bound=OpenStore)
+S = TypeVar("S", bound=ServedStore)
 
 
 class Server(Generic[S]):
@@ -112,6 +106,8 @@ class Server(Generic[S]):
     async def startup(self) -> None:
         """From nothing to READY: preflight, lock, stores, reader, attach, control, metrics."""
         config = self.config
+        if not config.stores:
+            raise ConfigError("store", "no store", "at least one", "add a [[store]] table, or --store FOLDER")
         require_memory(config.cache.weight_bytes, config.cache.kv_bytes, available_memory())
         activated = activated_sockets(self._environment, os.getpid())
         for listener in activated.values():
@@ -176,8 +172,6 @@ class Server(Generic[S]):
     async def _start_reader(self) -> None:
         # In a worker thread, all of it: it reads files and may compile, and signals are heard meanwhile.
         self._stores = await asyncio.to_thread(self._open_stores, self.config)
-        for store in self._stores:
-            self._stack.callback(store.close)
         idle_seconds = self._watchdog / 4 if self._watchdog else _IDLE_SECONDS
         self._reader = self._make_reader(self.config, self._stores, idle_seconds)
         self._stack.push_async_callback(asyncio.to_thread, self._reader.stop)

@@ -45,10 +45,6 @@ class FakeStore:
     manifest: StoreManifest
     preload: bool = False
     domain: int = 0
-    closed: bool = False
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def fake_store(folder: Path, **identity: Any) -> FakeStore:

@@ -61,7 +61,6 @@ async def test_a_signal_drains_and_leaves_nothing(tmp_path: Path, number: signal
     assert await client.hear() is None
     assert life.reader.calls == ["make(1)", "start", "begin_drain", "stop"]
     assert not life.reader.open
-    assert life.stores[0].closed
     assert not life.folder.exists()
     client.close()
 
@@ -101,7 +100,6 @@ async def test_a_reader_that_does_not_start_undoes_the_start(tmp_path: Path) -> 
     life.reader.failure = ReaderFailed("reader", "no engine", "one", "choose another")
     with pytest.raises(ReaderFailed):
         await life.server.run()
-    assert life.stores[0].closed
     assert not life.folder.exists()
 
 
