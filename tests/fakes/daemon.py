@@ -70,6 +70,8 @@ class FakeDaemon:
         self.drop_requests = False
         self.die_when_awaited = False
         self.refuse_next: Refuse | None = None
+        self.tamper: Callable[[messages.Welcome, list[int]], messages.Message] = lambda welcome, _: welcome
+        """Changes a welcome, or the descriptors beside it, before they are sent."""
         self.sessions: list[FakeSession] = []
         self.doorbells = 0
         self._segments: dict[int, Segment] = {}
@@ -272,7 +274,8 @@ class FakeDaemon:
         )
         read_only = [s.read_only_descriptor() for s in (*shared, *rest)]
         descriptors = [*read_only[:2], session.page.descriptor, self._doorbell, *read_only[2:]]
-        messages.send(session.connection, welcome, descriptors)
+        message = self.tamper(welcome, descriptors)
+        messages.send(session.connection, message, descriptors)
         for descriptor in read_only:
             os.close(descriptor)
 
