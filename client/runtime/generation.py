@@ -9,7 +9,7 @@ from torch import Tensor
 
 from strataflux.client.errors import MisuseError
 
-__all__ = ["Advance", "Sampling", "choose_token", "generate_tokens", "text_pieces"]
+__all__ = ["Advance", "Sampling", "choose_token", "generate_tokens", "special_tokens", "text_pieces"]
 
 Advance = Callable[[int], Tensor]
 """Appends a token and returns the next one's logits [vocabulary], as :meth:`Decoder.step` does."""
@@ -67,6 +67,11 @@ def generate_tokens(
         if token in stop:
             return
         yield token
+
+
+def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """Control tokens such as the end of a text or of a turn: none is text, each ends a generation."""
+    return frozenset(token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special)
 
 
 def text_pieces(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:

@@ -1,0 +1,93 @@
+"""Evaluate a prepared model over windows of a text, through a daemon that serves its store."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from strataflux.cache_policy.miss import MissPolicy
+from strataflux.client.control import Control
+from strataflux.client.errors import MisuseError
+from strataflux.client.evaluate.compare import Row, join_scores, reference_of, score_unrefined
+from strataflux.client.evaluate.scoring import Score, score
+from strataflux.client.prepare.prepared import PreparedModel
+from strataflux.client.refined import RefinedModel
+from strataflux.client.runtime.models import DecoderWeights
+from strataflux.client.session_stats import SessionStats
+
+__all__ = ["Evaluation", "evaluate", "refined_row"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Three rows over the same tokens, and what the session counted."""
+
+    reference: Row | None
+    base: Row
+    refined: Row
+    session: SessionStats
+
+
+def evaluate(
+    prepared: PreparedModel,
+    reference: DecoderWeights | None,
+    windows: Sequence[Sequence[int]],
+    runtime_dir: Path,
+    *,
+    k: int | None,
+    miss: MissPolicy,
+    on_token: Callable[[], object],
+) -> Evaluation:
+    """Score every window with the reference, the base, and refined; each window is a sequence of its own.
+
+    Args:
+        prepared: the model.
+        reference: the unquantized weights; without them rows have perplexity and no divergence.
+        windows: tokens, the first of each given and the others scored.
+        runtime_dir: of the daemon.
+        k: channels per 1,024; None takes the prepared model's.
+        miss: what to do about absent records.
+        on_token: called after each refined token.
+
+    Raises:
+        MisuseError: the reference is of other dimensions than the prepared model.
+        DaemonUnavailableError, RefusedError: as attaching.
+    """
+    if reference is not None and reference.config != prepared.config:
+        raise MisuseError(
+            "--reference", "a model of other dimensions", "the one that was prepared", "pass the same source as then"
+        )
+    weights = DecoderWeights.read(prepared)
+    scores: dict[str, list[Score]] = {"reference": [], "base": [], "refined": []}
+    context = max(len(window) for window in windows)
+    with (
+        Control(runtime_dir) as control,
+        RefinedModel.attach(prepared, weights, context=context, runtime_dir=runtime_dir, k=k, miss=miss) as model,
+    ):
+        before = control.stats().reads.bytes
+        for window in windows:
+            # Without a reference the base stands in for it: surprise does not depend on what it is compared with.
+            exact = reference_of(reference or weights, window)
+            scores["reference"].append(exact.score)
+            scores["base"].append(score_unrefined(weights, exact) if reference else exact.score)
+            model.reset()
+            scores["refined"].append(score(model.step, exact, on_token))
+        joined = {name: join_scores(parts) for name, parts in scores.items()}
+        compared = reference is not None
+        return Evaluation(
+            Row(joined["reference"]) if compared else None,
+            Row(joined["base"], compared),
+            refined_row(joined["refined"], model, control.stats().reads.bytes - before, compared=compared),
+            model.stats(),
+        )
+
+
+def refined_row(result: Score, model: RefinedModel, bytes_read: int, *, compared: bool = True) -> Row:
+    """The row of what ``model`` decoded until now."""
+    stats = model.stats()
+    return Row(
+        result,
+        compared,
+        tokens_per_second=model.steps / model.seconds,
+        weight_hit_rate=stats.hits / stats.lookups if stats.lookups else 0.0,
+        bytes_read=bytes_read,
+    )

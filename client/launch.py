@@ -1,0 +1,211 @@
+"""A daemon of one's own, for as long as a command runs.
+
+It lives in a new folder that only this user can enter, under ``$XDG_RUNTIME_DIR`` or the folder for temporary files.
+The daemon is a process, never an import. Nothing is polled: it says READY as it would to a service manager, in a
+datagram, and its end makes a descriptor readable. It gets a process group of its own, so that a Ctrl-C ends the command
+first and the command ends it; should the command be killed, the kernel asks the daemon to stop.
+"""
+
+import contextlib
+import os
+import re
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from strataflux.client.errors import DaemonUnavailableError, RefusedError
+from strataflux.client.leftovers import Leftovers, find_leftovers, shared_memory_names
+
+__all__ = ["PrivateDaemon"]
+
+_LEAST_CACHE_BYTES: Final = 1 << 20
+_LONGEST_FOLDER: Final = 60
+"""Of the 107 bytes of a socket's address, what the names below our folder leave."""
+_LOG_TAIL: Final = 2000
+_EXPLANATION: Final = re.compile(
+    r"^stratafluxd: error: (.*)\n  found:    (.*)\n  expected: (.*)\n  remedy:   (.*)$", re.MULTILINE
+)
+
+# PR_SET_PDEATHSIG is 1. Whoever died before the call is noticed by the other parent.
+_CHILD: Final = """
+import ctypes, os, runpy, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv.pop(1)):
+    sys.exit(1)
+runpy.run_module("strataflux.daemon", run_name="__main__", alter_sys=True)
+"""
+
+
+@dataclass
+class _Running:
+    folder: Path
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    shared_memory: frozenset[str]
+
+
+class PrivateDaemon:
+    """``with PrivateDaemon([store], weight_cache_bytes=n) as daemon:`` the daemon is READY inside, and gone after.
+
+    Pairs: :meth:`start` / :meth:`stop`. :attr:`runtime_dir` is where to attach in between.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[Path],
+        *,
+        weight_cache_bytes: int,
+        start_seconds: float = 600.0,
+        stop_seconds: float = 20.0,
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            stores: folders to serve.
+            weight_cache_bytes: its RAM for weight records; raised to the daemon's least, 1 MiB.
+            start_seconds: the most to wait for READY. The first start of all compiles, which takes a minute or more.
+            stop_seconds: the most to wait for its end before it is killed.
+        """
+        # fixed after construction
+        self._arguments = [
+            f"--weight-cache={max(weight_cache_bytes, _LEAST_CACHE_BYTES)}",
+            f"--kv-cache={_LEAST_CACHE_BYTES}",
+            "--log-level=warning",
+            *(f"--store={store.absolute()}" for store in stores),
+        ]
+        self._start_seconds = start_seconds
+        self._stop_seconds = stop_seconds
+        # changed by start and stop
+        self._running: _Running | None = None
+        self._leftovers = Leftovers()
+
+    @property
+    def runtime_dir(self) -> Path:
+        """Where the daemon's sockets are; only between start and stop."""
+        assert self._running is not None
+        return self._running.folder / "d"
+
+    @property
+    def pid(self) -> int:
+        """The daemon's process; only between start and stop."""
+        assert self._running is not None
+        return self._running.process.pid
+
+    def start(self) -> None:
+        """Start the daemon and wait until it is READY.
+
+        Raises:
+            RefusedError: it does not like a store or a setting, and said why.
+            DaemonUnavailableError: it ended otherwise, or was not ready in time. Nothing is left running.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="strataflux-", dir=_base_folder()))
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notices:
+                notices.bind(str(folder / "notify"))
+                notices.setblocking(False)
+                self._spawn(folder)
+                self._await_ready(notices)
+            (folder / "notify").unlink()
+        except BaseException:
+            self.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def stop(self) -> Leftovers:
+        """Ask the daemon to stop, wait, remove the folder; returns what the daemon left. Idempotent."""
+        running, self._running = self._running, None
+        if running is None:
+            return self._leftovers
+        forced = True
+        try:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                running.process.terminate()
+                running.process.wait(self._stop_seconds)
+                forced = False
+        finally:
+            # Also when a second Ctrl-C ends the wait: what is killed leaves its memory to the kernel, its names to us.
+            running.process.kill()
+            running.process.wait()
+            os.close(running.pidfd)
+            self._leftovers = find_leftovers(running.folder / "d", running.shared_memory, forced=forced)
+            shutil.rmtree(running.folder, ignore_errors=True)
+        return self._leftovers
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _spawn(self, folder: Path) -> None:
+        before = shared_memory_names()
+        # -P: a checkout's folders share names with other packages, and the current folder may be a checkout.
+        command = [sys.executable, "-P", "-c", _CHILD, str(os.getpid()), f"--runtime-dir={folder / 'd'}"]
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [*command, *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"NOTIFY_SOCKET": str(folder / "notify")},
+                process_group=0,
+            )
+        self._running = _Running(folder, process, os.pidfd_open(process.pid), before)
+
+    def _await_ready(self, notices: socket.socket) -> None:
+        assert self._running is not None
+        deadline = time.monotonic() + self._start_seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(notices, selectors.EVENT_READ)
+            selector.register(self._running.pidfd, selectors.EVENT_READ)
+            while not _said_ready(notices):
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise self._unavailable(f"no READY within {self._start_seconds:g} s")
+                if any(key.fd == self._running.pidfd for key, _ in ready):
+                    self._explain_end()
+
+    def _explain_end(self) -> None:
+        assert self._running is not None
+        code = self._running.process.wait()
+        if said := _EXPLANATION.search((self._running.folder / "log").read_text(errors="replace")):
+            subject, found, expected, remedy = said.groups()
+            raise RefusedError(subject, found, expected, remedy)
+        end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        raise self._unavailable(f"{end} before READY")
+
+    def _unavailable(self, found: str) -> DaemonUnavailableError:
+        assert self._running is not None
+        tail = (self._running.folder / "log").read_text(errors="replace")[-_LOG_TAIL:].strip()
+        return DaemonUnavailableError(
+            "stratafluxd", found, "a daemon that starts", f"its last words: {tail}" if tail else "it said nothing"
+        )
+
+
+def _said_ready(notices: socket.socket) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            if b"READY=1" in notices.recv(4096).split(b"\n"):
+                return True
+    return False
+
+
+def _base_folder() -> str:
+    usable: Callable[[str], bool] = lambda path: (  # noqa: E731
+        0 < len(path) <= _LONGEST_FOLDER and os.access(path, os.W_OK | os.X_OK)
+    )
+    candidates = (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir())
+    return next(filter(usable, candidates), "/tmp")  # noqa: S108 – mkdtemp makes a private folder in it
