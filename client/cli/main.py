@@ -6,20 +6,22 @@ answer at once.
 """
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
 
 from strataflux import __version__
-from strataflux.client.cli.output import EXIT_ERROR, print_error
+from strataflux.client.cli.output import EXIT_ERROR, EXIT_FAILURE, print_error
 from strataflux.client.errors import StrataFluxError
 from strataflux.proto.errors import ContractError
 
 __all__ = ["COMMANDS", "build_app", "main"]
 
-COMMANDS: tuple[str, ...] = ("bench",)
+COMMANDS: tuple[str, ...] = ("demo", "prepare", "eval", "generate", "bench")
 """Modules of ``strataflux.client.cli`` that hold commands, in the order ``--help`` lists them."""
 
 
@@ -47,10 +49,24 @@ def build_app() -> typer.Typer:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and leave the process: 0 when it worked, 2 with an explanation when it was refused."""
+    """Run the command and leave the process.
+
+    Exit codes: 0 it worked; 1 it failed, such as on a full disk; 2 it was refused, with an explanation; 128 + the
+    signal's number, so 130 for Ctrl-C, when it was told to end. What it started is stopped in each case.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
     try:
         build_app()(args=words, prog_name="strataflux")
     except (StrataFluxError, ContractError) as error:
         print_error(error, as_json="--json" in words)
         sys.exit(EXIT_ERROR)
+    except OSError as error:
+        print_error(error, as_json="--json" in words)
+        sys.exit(EXIT_FAILURE)
+
+
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    """Unwind as Ctrl-C does, so that a command stops what it started."""
+    raise SystemExit(128 + number)

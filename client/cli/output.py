@@ -16,10 +16,23 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["EXIT_ERROR", "Advance", "Explained", "Output", "emit_json", "print_error", "progress"]
+__all__ = [
+    "EXIT_ERROR",
+    "EXIT_FAILURE",
+    "Advance",
+    "Explained",
+    "Output",
+    "emit_json",
+    "print_error",
+    "print_note",
+    "progress",
+]
 
 EXIT_ERROR = 2
 """Exit code of every refusal: bad input, bad usage, or no daemon where one is needed."""
+
+EXIT_FAILURE = 1
+"""Exit code of a command that was right and failed all the same."""
 
 _PATIENCE_SECONDS = 2.0
 
@@ -81,6 +94,11 @@ def print_error(error: Exception, as_json: bool = False) -> None:
         console.print(f"  {name + ':':<10}{escape(text)}")
     if as_json:
         emit_json({"error": {"kind": type(error).__name__, "subject": headline, **parts}})
+
+
+def print_note(text: str) -> None:
+    """Say on stderr what a person should know about the result; once."""
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[yellow]note:[/] {escape(text)}")
 
 
 @contextmanager

@@ -1,0 +1,127 @@
+"""``strataflux demo``: see a low-bit model get its accuracy back."""
+
+import time
+from typing import TYPE_CHECKING
+
+import typer
+
+from strataflux.client.cli.options import JsonOption
+from strataflux.client.cli.output import EXIT_FAILURE, Output, progress
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from strataflux.client.demo.run import Demo, DemoSettings
+    from strataflux.client.prepare.prepared import PreparedModel
+    from strataflux.client.prepare.source import ModelSource
+
+__all__ = ["register"]
+
+_NAMES = {
+    "reference": "reference",
+    "base": "3-bit base",
+    "refined_skip": "refined, misses skipped",
+    "refined_wait": "refined, misses waited for",
+}
+_FACTS = {
+    "reference_is": "the dequantized Q4_1 weights of the model file",
+    "caches": "each refined row has a daemon of its own, whose cache is empty at the first token",
+    "speeds": "tokens/s are of token-by-token steps: of the whole text for refined rows, of the sentence for the "
+    "others, whose text is scored in one pass",
+    "bytes_read_source": "each daemon's control socket, reads.bytes, after the scored tokens",
+}
+
+
+def demo_command(as_json: JsonOption = False) -> None:
+    """Prepare a small real model in 3 bits, decode it through a daemon, and show what refinement gives back.
+
+    The prepared model stays in your cache folder for the next time; the daemons and all else are gone at the end.
+    """
+    from strataflux.client.demo.model import model_file
+    from strataflux.client.demo.run import DemoSettings, run_demo
+    from strataflux.client.prepare.source import open_source
+
+    output, settings, started = Output(as_json), DemoSettings(), time.monotonic()
+    source = model_file()
+    with progress("reading the model"):
+        model = open_source(source)
+    prepared, made = _prepared(source, model)
+    prepare_seconds = time.monotonic() - started
+    demo = run_demo(model, prepared, settings, progress)
+    demo.seconds.update(prepare=prepare_seconds, total=time.monotonic() - started)
+    _show(output, demo, settings)
+    _emit(output, demo, settings, prepared, made)
+    if demo.leftovers.names:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _prepared(source: "Path", model: "ModelSource") -> "tuple[PreparedModel, bool]":
+    """The prepared model, and whether it was made just now."""
+    from strataflux.client.demo.model import cache_folder, find_prepared, make_prepared
+    from strataflux.client.prepare.write import PrepareSettings, prepare_steps
+
+    settings = PrepareSettings()
+    folder = cache_folder(source, settings)
+    with progress("checking the prepared model"):
+        found = find_prepared(folder)
+    if found is not None:
+        return found, False
+    with progress("preparing the model in 3 bits, once", prepare_steps(model.config)) as advance:
+        return make_prepared(model, folder, settings, advance), True
+
+
+def _show(output: Output, demo: "Demo", settings: "DemoSettings") -> None:
+    from strataflux.client.cli.table import comparison_table
+    from strataflux.client.demo.model import MODEL_NAME
+
+    output.print(
+        f"\n{MODEL_NAME}, 3 bits in groups of 64, k = {settings.k} channels per 1,024; {settings.tokens} tokens of "
+        f"pydoc_data.topics\nRAM cache {demo.cache_bytes / 1e6:.1f} MB, {settings.cache_share:.0%} of the refinement "
+        f"bits; engine {demo.session.engine}, {demo.session.direct_io} reads\n"
+    )
+    output.print(comparison_table({_NAMES[name]: row for name, row in demo.rows.items()}))
+    for name in ("refined_skip", "refined_wait"):
+        output.print(f"{_NAMES[name]}: KL is {_ratio(demo, name):.2f} of the base's")
+    output.print("\nThe reference is " + _FACTS["reference_is"] + ".")
+    output.print(_FACTS["caches"].capitalize() + ".")
+    output.print(_FACTS["speeds"].capitalize() + ".\n")
+    for name, sentence in demo.sentences.items():
+        output.print(f"[bold]{_NAMES[name]}[/]: ", sentence)
+    left = ", ".join(demo.leftovers.names) or "nothing"
+    output.print(f"\n{demo.seconds['total']:.0f} s; the daemons have stopped and left {left} behind")
+
+
+def _ratio(demo: "Demo", name: str) -> float:
+    return demo.rows[name].score.kl / demo.rows["base"].score.kl
+
+
+def _emit(output: Output, demo: "Demo", settings: "DemoSettings", prepared: "PreparedModel", made: bool) -> None:
+    from strataflux.client.demo.model import MODEL_NAME
+
+    rows = {name: row.to_json() | {"sentence": demo.sentences[name]} for name, row in demo.rows.items()}
+    for name in ("refined_skip", "refined_wait"):
+        rows[name]["kl_ratio"] = _ratio(demo, name)
+    output.result(
+        {
+            "model": MODEL_NAME,
+            **rows,
+            "tokens": settings.tokens,
+            "k": settings.k,
+            "cache_bytes": demo.cache_bytes,
+            "store_slot_bytes": demo.store_bytes,
+            "steps_invalid": demo.steps_invalid,
+            "engine": demo.session.engine,
+            "direct_io": demo.session.direct_io,
+            "prepared": prepared.folder,
+            "prepared_now": made,
+            "seconds": demo.seconds,
+            **_FACTS,
+            "leftovers": len(demo.leftovers.names),
+            "leftover_names": demo.leftovers.names,
+        }
+    )
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``demo``."""
+    app.command("demo")(demo_command)

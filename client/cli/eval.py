@@ -1,0 +1,121 @@
+"""``strataflux eval``: perplexity and divergence of a prepared model, decoded through a daemon."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from strataflux.client.cli.options import (
+    ChannelsOption,
+    JsonOption,
+    MissOption,
+    PreparedArgument,
+    RuntimeDirOption,
+    WeightCacheOption,
+    parse_cache,
+    parse_miss,
+)
+from strataflux.client.cli.output import Output, progress
+from strataflux.client.errors import MisuseError
+
+if TYPE_CHECKING:
+    from strataflux.client.evaluate.run import Evaluation
+    from strataflux.client.launch import PrivateDaemon
+    from strataflux.client.prepare.prepared import PreparedModel
+    from strataflux.client.runtime.models import DecoderWeights
+
+__all__ = ["register"]
+
+_DEFAULT_CACHE = "25%"
+
+
+def eval_command(
+    folder: PreparedArgument,
+    text: Annotated[Path | None, typer.Option(help="A UTF-8 text.", show_default="prose of Python's own help")] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="The unquantized model, as given to prepare. Without it there is no KL.", show_default=False),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Scored tokens in each window.")] = 512,
+    windows: Annotated[int, typer.Option(min=1, help="How many stretches of the text to score.")] = 1,
+    k: ChannelsOption = None,
+    miss: MissOption = "skip",
+    weight_cache: WeightCacheOption = None,
+    runtime_dir: RuntimeDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Score a text token by token through a daemon: the one of --runtime-dir, or one of its own.
+
+    The unquantized model and the low-bit weights alone are scored beside it. Bytes read are the daemon's count of what
+    it read from its stores meanwhile; a daemon that serves others counts theirs, too.
+    """
+    from strataflux.client.evaluate.run import evaluate
+    from strataflux.client.prepare.prepared import open_prepared
+
+    if runtime_dir is not None and weight_cache is not None:
+        raise MisuseError("--weight-cache", "together with --runtime-dir", "one of the two", "leave one out")
+    output = Output(as_json)
+    policy = parse_miss(miss)
+    prepared = open_prepared(folder)
+    with progress("reading the models"):
+        chosen = _windows(prepared, text, tokens, windows)
+        exact = None if reference is None else _read(reference)
+    with ExitStack() as stack:
+        if runtime_dir is None:
+            daemon = _own_daemon(prepared, weight_cache or _DEFAULT_CACHE)
+            with progress("starting the daemon"):
+                runtime_dir = stack.enter_context(daemon).runtime_dir
+        with progress("scoring tokens", tokens * windows) as advance:
+            found = evaluate(prepared, exact, chosen, runtime_dir, k=k, miss=policy, on_token=advance)
+    _show(output, found, {"tokens": tokens, "windows": windows, "k": k or prepared.manifest.k, "miss": str(policy)})
+
+
+def _windows(prepared: "PreparedModel", text: Path | None, tokens: int, windows: int) -> list[list[int]]:
+    from strataflux.client.evaluate.compare import cut_windows
+    from strataflux.client.evaluate.text import python_prose, read_text
+
+    words = python_prose() if text is None else read_text(text)
+    subject = "pydoc_data.topics" if text is None else text
+    return cut_windows(subject, prepared.tokenizer().encode(words).ids, tokens, windows)
+
+
+def _read(source: Path) -> "DecoderWeights":
+    from strataflux.client.prepare.source import open_source
+    from strataflux.client.runtime.models import DecoderWeights
+
+    return DecoderWeights.read(open_source(source))
+
+
+def _own_daemon(prepared: "PreparedModel", weight_cache: str) -> "PrivateDaemon":
+    from strataflux.client.launch import PrivateDaemon
+    from strataflux.client.refined import store_slot_bytes
+
+    size = parse_cache(weight_cache, store_slot_bytes(prepared.config))
+    return PrivateDaemon([prepared.store], weight_cache_bytes=size)
+
+
+def _show(output: Output, found: "Evaluation", settings: dict[str, object]) -> None:
+    from strataflux.client.cli.table import comparison_table
+
+    rows = {"reference": found.reference, "base": found.base, "refined": found.refined}
+    present = {name: row for name, row in rows.items() if row is not None}
+    output.print(comparison_table(present))
+    output.print(f"engine {found.session.engine}, {found.session.direct_io} reads; bytes read by the daemon's count")
+    if found.reference is None:
+        output.print("no --reference was given: perplexity only")
+    output.result(
+        {
+            **{name: row.to_json() for name, row in present.items()},
+            **settings,
+            "engine": found.session.engine,
+            "direct_io": found.session.direct_io,
+            "steps_invalid": found.session.steps_invalid,
+            "bytes_read_source": "the daemon's control socket: reads.bytes",
+        }
+    )
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``eval``."""
+    app.command("eval")(eval_command)

@@ -1,0 +1,71 @@
+"""Options that several commands take, and how their text is read."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from strataflux.cache_policy.errors import MissPolicyError
+from strataflux.cache_policy.miss import MissPolicy, parse_miss_policy
+from strataflux.client.errors import MisuseError
+
+__all__ = [
+    "ChannelsOption",
+    "JsonOption",
+    "MissOption",
+    "PreparedArgument",
+    "RuntimeDirOption",
+    "WeightCacheOption",
+    "parse_cache",
+    "parse_miss",
+]
+
+_UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE: Final = re.compile(r"(\d{1,15}) ?(B|KiB|MiB|GiB|TiB)?")
+_SHARE: Final = re.compile(r"(\d{1,3}(?:\.\d+)?) ?%")
+
+PreparedArgument = Annotated[Path, typer.Argument(help="A prepared model (see strataflux prepare).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON object to stdout, all else to stderr.")]
+ChannelsOption = Annotated[
+    int | None,
+    typer.Option("--k", min=0, max=1024, help="Refined channels per 1,024.", show_default="the prepared model's"),
+]
+MissOption = Annotated[str, typer.Option("--miss", help="What is not in the cache: skip, or wait:MILLISECONDS.")]
+RuntimeDirOption = Annotated[
+    Path | None, typer.Option("--runtime-dir", help="Folder of a running daemon.", show_default=False)
+]
+WeightCacheOption = Annotated[
+    str | None,
+    typer.Option(
+        "--weight-cache", help="RAM of the daemon's weight cache: bytes, or % of the store.", show_default="25%"
+    ),
+]
+
+
+def parse_cache(text: str, whole: int) -> int:
+    """Bytes that ``text`` asks for: a size such as ``64MiB``, or a share such as ``25%`` of ``whole``.
+
+    Raises:
+        MisuseError: it is neither, or a share of 0 or above 100 %.
+    """
+    if match := _SIZE.fullmatch(text):
+        return int(match[1]) * _UNITS[match[2] or ""]
+    share = float(match[1]) if (match := _SHARE.fullmatch(text)) else 0.0
+    if not 0 < share <= 100:
+        raise MisuseError(
+            "--weight-cache", repr(text), "bytes such as 64MiB, or above 0 to 100 % of the store such as 25%", "mend it"
+        )
+    return round(whole * share / 100)
+
+
+def parse_miss(text: str) -> MissPolicy:
+    """``--miss``.
+
+    Raises:
+        MisuseError: it is neither ``skip`` nor ``wait:MS`` within bounds.
+    """
+    try:
+        return parse_miss_policy(text)
+    except MissPolicyError as error:
+        raise MisuseError("--miss", repr(text), "skip, or wait:MS with 0 < MS <= 60000", str(error)) from error
