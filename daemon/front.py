@@ -19,7 +19,8 @@ __all__ = ["ControlFront"]
 
 _LOG: Final = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 64 * 1024
-_MAX_CONNECTIONS: Final = 64
+_MAX_CONNECTIONS: Final = {ADMIN: 16, READER: 48}
+"""Apart, so that whoever may only read cannot keep an administrator out."""
 _LAST_WORDS_SECONDS: Final = 0.2
 
 
@@ -33,6 +34,7 @@ class ControlFront:
         # event loop only
         self.connections: Counter[str] = Counter({ADMIN: 0, READER: 0, "refused": 0})
         """Connections so far, by role; ``refused`` for those beyond the bound."""
+        self._live: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -58,12 +60,16 @@ class ControlFront:
         assert task is not None
         self._tasks.add(task)
         try:
-            if len(self._tasks) > _MAX_CONNECTIONS:
+            role = role_of(peer_of(writer.get_extra_info("socket")))
+            if self._live[role] >= _MAX_CONNECTIONS[role]:
                 self.connections["refused"] += 1
                 return
-            role = role_of(peer_of(writer.get_extra_info("socket")))
             self.connections[role] += 1
-            await self._forward(role, reader, writer)
+            self._live[role] += 1
+            try:
+                await self._forward(role, reader, writer)
+            finally:
+                self._live[role] -= 1
         except OSError as error:
             _LOG.debug("control: a connection ended: %s", error)
         except asyncio.CancelledError:

@@ -70,7 +70,7 @@ def _lookups(m: Moment) -> Iterator[_Sample]:
         ("kv", lookups.kv_lookups, lookups.kv_hits),
     ):
         yield (kind, "hit"), hits
-        yield (kind, "miss"), asked - hits
+        yield (kind, "miss"), max(0, asked - hits)  # a client may write nonsense
 
 
 def _dropped(m: Moment) -> Iterator[_Sample]:

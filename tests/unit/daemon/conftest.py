@@ -212,11 +212,12 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
         settings: AttachConfig | None = None,
         store_settings: Mapping[str, Any] | None = None,
         stores: list[FakeStore] | None = None,
+        folder: Path = tmp_path,
     ) -> Bench:
         stores = stores or [fake_store(tmp_path / "store", weights="a", architecture="llama", layout=1)]
         reader = FakeReader(stores)
         accesses = [StoreAccess(StoreConfig(s.manifest.folder, **(store_settings or {}))) for s in stores]
-        path = tmp_path / f"attach{len(benches)}.sock"
+        path = folder / f"attach{len(benches)}.sock"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         listener.bind(str(path))
         listener.listen(64)

@@ -1,17 +1,23 @@
 """The attach socket, by raw clients: what a session gets, what is refused, and what frees it."""
 
 import asyncio
+import errno
 import json
 import mmap
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from strataflux.daemon import attach
 from strataflux.daemon.config import AttachConfig
 from strataflux.daemon.errors import ReaderFailed
 from strataflux.proto import layout, messages, segment
@@ -288,6 +294,54 @@ async def test_a_client_that_does_not_read_is_cut_off(bench: Bench) -> None:
             break
     await until(lambda: not bench.reader.open)
     assert bench.server.counters.ended["slow"] == 1
+
+
+_OTHER_USER_PROGRAM = """
+import os, socket, sys
+from strataflux.proto import messages
+hello = sys.stdin.buffer.read()
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.connect(sys.argv[1])
+sock.send(hello)
+answer, descriptors = messages.receive(sock)
+print(getattr(answer, "code", answer.type), len(descriptors))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+@pytest.mark.parametrize(("allowed", "expected"), [(None, "welcome 6"), ((5,), "denied 0"), ((65_534,), "welcome 6")])
+async def test_another_user_needs_to_be_listed(
+    make_bench: MakeBench, allowed: tuple[int, ...] | None, expected: str
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="strataflux-test-") as folder:  # others cannot enter tmp_path
+        Path(folder).chmod(0o755)
+        bench = await make_bench(store_settings={"allow_uids": allowed}, folder=Path(folder))
+        bench.path.chmod(0o666)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", _OTHER_USER_PROGRAM, str(bench.path), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        out, _ = await process.communicate(messages.encode(bench.hello()))
+        assert out.decode().strip() == expected
+        await until(lambda: not bench.reader.open)
+
+
+async def test_running_out_of_descriptors_is_a_pause(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener is not asked again until the pause is over, and whoever waited is served then."""
+    bench = await make_bench()
+    attempts: list[socket.socket] = []
+    accept: Callable[[socket.socket], Any] = socket.socket.accept
+
+    def failing(listener: socket.socket) -> Any:
+        attempts.append(listener)
+        if len(attempts) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(attach, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    assert isinstance(await bench.client().ask(bench.hello()), Welcome)
+    assert len(attempts) == 2
 
 
 # --- malformed messages -----------------------------------------------------------------------------------------------
