@@ -60,6 +60,7 @@ class CacheConfig:
     weight_bytes: int = key(values.size(_MIB, _LARGEST_BUDGET), 128 * _MIB)
     """A small share of a model's records already holds most look-ups; each byte is pinned shared memory."""
     kv_bytes: int = key(values.size(_MIB, _LARGEST_BUDGET), 128 * _MIB)
+    """Counted when free memory is checked; sessions cannot keep KV yet, so none of it is taken."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class ReaderConfig:
     """How long a step may hold evicted slots before its session is fenced; longer suits slow decoders, costs slots."""
     # performance
     engine: str = key(values.choice("uring", "threads"), "uring")
-    """``threads`` works where containers forbid io_uring, at about twice the CPU per read."""
+    """``threads`` works where containers forbid io_uring, and costs more CPU per read."""
     queue_depth: int = key(values.number(1, 1024), 128)
     """Reads in flight; each costs a bounce buffer of one record's window."""
     threads: int = key(values.number(1, 64), 4)

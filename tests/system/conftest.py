@@ -5,7 +5,7 @@ import select
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,16 +67,18 @@ class Starter:
     tmp_path: Path
     daemons: list[Daemon] = field(default_factory=list)
 
-    def __call__(self, *arguments: str, folder: str = "run") -> Daemon:
+    def __call__(
+        self, *arguments: str, folder: str = "run", wrapper: Sequence[str] = (), pass_fds: Sequence[int] = ()
+    ) -> Daemon:
         name = f"notify{len(self.daemons)}"
         manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         manager.bind(str(self.tmp_path / name))
         log = self.tmp_path / f"{name}.log"
         environment = {**os.environ, "NOTIFY_SOCKET": str(self.tmp_path / name), "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, "-m", "strataflux.daemon", "--runtime-dir", str(self.tmp_path / folder)]
+        command = [*wrapper, sys.executable, "-m", "strataflux.daemon", "--runtime-dir", str(self.tmp_path / folder)]
         command += ["--weight-cache", "8MiB", "--kv-cache", "1MiB", *arguments]
         with log.open("w") as out:
-            process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, text=True)
+            process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, text=True, pass_fds=pass_fds)
         self.daemons.append(Daemon(process, os.pidfd_open(process.pid), self.tmp_path / folder, manager, log))
         return self.daemons[-1]
 

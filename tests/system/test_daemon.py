@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -77,6 +78,28 @@ def test_the_threads_engine_serves_the_same_bytes(start: Start, store: SmallStor
     with attach(daemon.folder, store) as session:
         read(session, store, 1)
     assert daemon.stop(signal.SIGTERM) == 0
+
+
+def test_sockets_of_a_service_manager_are_used_and_left_to_it(start: Start, store: SmallStore, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o750)
+    listeners = []
+    for name, kind in (("attach.sock", socket.SOCK_SEQPACKET), ("control.sock", socket.SOCK_STREAM)):
+        listeners.append(socket.socket(socket.AF_UNIX, kind))
+        listeners[-1].bind(str(folder / name))
+        listeners[-1].listen()
+    first, second = (listener.fileno() for listener in listeners)
+    as_manager = f'export LISTEN_FDS=2 LISTEN_PID=$$; exec "$@" 3<&{first} 4<&{second}'
+    wrapper = ["bash", "-c", as_manager, "bash"]
+    daemon = start("--store", store.path, wrapper=wrapper, pass_fds=(first, second))
+    daemon.expect(b"READY=1")
+    with attach(folder, store) as session:
+        read(session, store, 4)
+    assert daemon.control().GetInfo(control_pb2.GetInfoRequest()).pid == daemon.process.pid
+    assert daemon.stop(signal.SIGTERM) == 0
+    assert sorted(p.name for p in folder.iterdir()) == ["attach.sock", "control.sock"]
+    for listener in listeners:
+        listener.close()
 
 
 def test_drain_by_a_call_ends_the_process(start: Start, store: SmallStore) -> None:
