@@ -51,6 +51,7 @@ def generate_command(
     from strataflux.client.runtime.decoder import Decoder
     from strataflux.client.runtime.generation import Sampling, generate_tokens, special_tokens, text_pieces
     from strataflux.client.runtime.models import DecoderWeights
+    from strataflux.client.runtime.threads import decoding_threads
 
     output = Output(as_json)
     sampling, policy = Sampling(temperature, top_p, seed), parse_miss(miss)
@@ -60,7 +61,7 @@ def generate_command(
     with progress("reading the model"):
         weights = DecoderWeights.read(prepared)
     context = len(given) + max_tokens
-    with ExitStack() as stack:
+    with decoding_threads(), ExitStack() as stack:
         model = _attach(prepared, weights, context, runtime_dir, k, policy, require_daemon)
         advance = Decoder(weights, context).step if model is None else stack.enter_context(model).step
         tokens = generate_tokens(advance, given, max_tokens, sampling, special_tokens(tokenizer))

@@ -55,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal's number, so 130 for Ctrl-C, when it was told to end. What it started is stopped in each case.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+    before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         build_app()(args=words, prog_name="strataflux")
     except (StrataFluxError, ContractError) as error:
@@ -65,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         print_error(error, as_json="--json" in words)
         sys.exit(EXIT_FAILURE)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from strataflux.cache_policy.miss import MissPolicy, Skip, Wait
 from strataflux.client.control import Control
@@ -26,6 +25,7 @@ from strataflux.client.prepare.source import ModelSource
 from strataflux.client.refined import RefinedModel, store_slot_bytes
 from strataflux.client.runtime.decoder import Decoder
 from strataflux.client.runtime.models import DecoderWeights
+from strataflux.client.runtime.threads import decoding_threads
 from strataflux.client.session_stats import SessionStats
 
 __all__ = ["Demo", "DemoSettings", "Progress", "run_demo"]
@@ -143,7 +143,12 @@ class _Run:
             self._prepared, self._weights, context=tokens, runtime_dir=where, k=self._settings.k, miss=miss
         )
         label = f"scoring {tokens} tokens, misses: {str(miss).partition(':')[0]}"
-        with attached as model, Control(where) as control, self._progress(label, tokens) as advance:
+        with (
+            attached as model,
+            Control(where) as control,
+            self._progress(label, tokens) as advance,
+            decoding_threads(),
+        ):
             result = score(model.step, self._reference, advance)
             self.rows[name] = refined_row(result, model, control.stats().reads.bytes)
             self.sessions.append(model.stats())
@@ -154,8 +159,8 @@ class _Run:
         """Add the row, with the sentence and the speed of its steps: the text was scored in one pass."""
         prompt = self._tokenizer.encode(PROMPT).ids
         decoder = Decoder(weights, len(prompt) + SENTENCE_TOKENS)
-        started = time.perf_counter()
-        step: Callable[[int], Tensor] = decoder.step
-        self.sentences[name] = one_sentence(step, self._tokenizer)
-        speed = decoder.position / (time.perf_counter() - started)
+        with decoding_threads():
+            started = time.perf_counter()
+            self.sentences[name] = one_sentence(decoder.step, self._tokenizer)
+            speed = decoder.position / (time.perf_counter() - started)
         self.rows[name] = replace(row, tokens_per_second=speed)

@@ -12,6 +12,7 @@ from strataflux.client.evaluate.scoring import Score, score
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.refined import RefinedModel
 from strataflux.client.runtime.models import DecoderWeights
+from strataflux.client.runtime.threads import decoding_threads
 from strataflux.client.session_stats import SessionStats
 
 __all__ = ["Evaluation", "evaluate", "refined_row"]
@@ -70,7 +71,8 @@ def evaluate(
             scores["reference"].append(exact.score)
             scores["base"].append(score_unrefined(weights, exact) if reference else exact.score)
             model.reset()
-            scores["refined"].append(score(model.step, exact, on_token))
+            with decoding_threads():
+                scores["refined"].append(score(model.step, exact, on_token))
         joined = {name: join_scores(parts) for name, parts in scores.items()}
         compared = reference is not None
         return Evaluation(
