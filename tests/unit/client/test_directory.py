@@ -20,8 +20,12 @@ from strataflux.proto.segment import Segment, create
 RING_LOG2 = 8
 CHUNK = 1 << ab.CHUNK_UNITS_LOG2
 STAMPS = 4 * CHUNK
-SEGMENTS = [Mapped(0, 1 << 40, layout.SEGMENT_MIN_BYTES), Mapped(2 * CHUNK, 1 << 41, 3 * layout.CACHE_PAGE_BYTES)]
-"""A whole chunk, a hole, a chunk of which three pages are mapped, nothing."""
+SEGMENTS = [
+    Mapped(0, 1 << 40, layout.SEGMENT_MIN_BYTES),
+    Mapped(2 * CHUNK, 1 << 41, 3 * layout.CACHE_PAGE_BYTES),
+    Mapped(3 * CHUNK, 1 << 42, layout.SEGMENT_MIN_BYTES),
+]
+"""A whole chunk, a hole, a chunk of which three pages are mapped, and the last chunk of the range."""
 RECORDS = 400
 
 
