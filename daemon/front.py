@@ -8,10 +8,11 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from strataflux.daemon.access import ADMIN, READER, peer_of, role_of
 
@@ -40,7 +41,11 @@ class ControlFront:
 
     async def start(self) -> None:
         """Take connections from now on."""
-        self._server = await asyncio.start_unix_server(self._serve, sock=self._listener, limit=_CHUNK_BYTES)
+        # The name belongs to the runtime folder or to the service manager; Python 3.13 would remove it by itself.
+        keep_name: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+        self._server = await asyncio.start_unix_server(
+            self._serve, sock=self._listener, limit=_CHUNK_BYTES, **keep_name
+        )
 
     async def close(self) -> None:
         """Stop listening and cut every connection. Idempotent."""

@@ -70,10 +70,10 @@ class Server(Generic[S]):
         self._reader: Reader
         self._stores: Sequence[S] = ()
         self._attach: AttachServer
-        self._control: ControlPlane
         self._front: ControlFront
         self.metrics_port: int | None = None
         # event loop only
+        self._control: ControlPlane | None = None
         self.health = Health(self._on_health)
         self._health_shown: asyncio.Task[None] | None = None
         self._status = ""
@@ -191,11 +191,12 @@ class Server(Generic[S]):
             health=self.health,
             begin_drain=self.begin_drain,
         )
-        self._control = ControlPlane(service, folder.private_folder())
-        self._front = ControlFront(listener, self._control.addresses)
+        control = ControlPlane(service, folder.private_folder())
+        self._front = ControlFront(listener, control.addresses)
         self._stack.push_async_callback(self._front.close)
-        self._stack.push_async_callback(self._control.close)
-        await self._control.start()
+        self._stack.push_async_callback(control.close)
+        await control.start()
+        self._control = control
         await self._front.start()
 
     def _start_metrics(self) -> None:
@@ -236,5 +237,5 @@ class Server(Generic[S]):
     def _on_health(self, health: Health) -> None:
         for reason in health.reasons.values():
             _LOG.warning("degraded: %s", reason)
-        if hasattr(self, "_control"):
+        if self._control is not None:
             self._health_shown = asyncio.get_running_loop().create_task(self._control.show_health())
