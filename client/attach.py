@@ -77,6 +77,7 @@ class Attachment:
         self._open = True
         # set by the thread that reads the connection
         self.filling = True
+        self.ended = False
 
     def _make_block(self) -> attach_block.Block:
         pages, directories = self._maps[:3], self._maps[3:]

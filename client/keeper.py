@@ -95,6 +95,8 @@ class Keeper:
     def _run(self) -> None:
         while True:
             ended = self._listen(self._attachment)
+            self._attachment.ended = True
+            self._attachment.filling = False
             if self._stopping.is_set():
                 return
             self._owner.lost()
@@ -118,11 +120,11 @@ class Keeper:
                 _LOG.info("the attach connection broke: %s", error)
                 received = None
             if received is None:
-                attachment.filling = False
-                return Event("fenced" if attach_block.is_fenced(attachment.block) else "hung_up")
+                # After stop() the maps may be gone already: the session may be closed from on_event.
+                fenced = not self._stopping.is_set() and attach_block.is_fenced(attachment.block)
+                return Event("fenced" if fenced else "hung_up")
             message, descriptors = received
             if isinstance(message, messages.Reattach):
-                attachment.filling = False
                 return Event("reattach", message.reason)
             self._handle(attachment, message, descriptors)
 

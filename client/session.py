@@ -338,7 +338,7 @@ class Session:
     def _change_over(self, attachment: Attachment) -> None:
         old, self._attachment = self._attachment, attachment
         self._totals += counts_of(old.block)
-        self._state = ATTACHED
+        self._state = REATTACHING if attachment.ended else ATTACHED  # it may be over before this step was
         old.close()
 
     def _forget_in_child(self) -> None:

@@ -18,6 +18,8 @@ class Watch:
     def __init__(self) -> None:
         self.pauses: list[float] = []
         self.events: list[Event] = []
+        self.also: Callable[[Event], None] = lambda _: None
+        """Called with each event after it was noted."""
         self._changed = threading.Condition()
         self._attempts = 0
 
@@ -26,6 +28,7 @@ class Watch:
         with self._changed:
             self.events.append(event)
             self._changed.notify_all()
+        self.also(event)
 
     def pause(self, seconds: float) -> None:
         """``pause`` of a session: returns when :meth:`let_go` allows another attempt."""

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from strataflux.proto.store_format import StoreManifest
 from tests.fakes.daemon import FakeDaemon
 from tests.fakes.session import record_bytes
 from tests.fakes.store import make_store
-from tests.fakes.watch import Watch
+from tests.fakes.watch import WATCHDOG_SECONDS, Watch
 
 
 class Client:
@@ -202,6 +203,38 @@ def test_it_attaches_again_between_two_steps(client: Client, daemon: FakeDaemon,
         assert client.read(5) == [record_bytes(client.manifest, 5)]
         stats = client.session.stats()
         assert (stats.state, stats.lookups, stats.hits) == (ATTACHED, 3, 2)
+
+
+def test_an_attachment_that_ends_before_the_step_does_is_not_taken_for_a_living_one(
+    client: Client, daemon: FakeDaemon, tmp_path: Path
+) -> None:
+    daemon.die()
+    client.watch.until("hung_up")
+    with client.session.step():
+        with FakeDaemon(tmp_path, [client.manifest], generation=2):
+            client.watch.let_go(attempts=1)
+            client.watch.until("attached")
+        client.watch.until("hung_up", times=2)
+    assert client.session.state == REATTACHING
+    assert client.read(5) == [None]
+
+
+@pytest.mark.parametrize("kind", ["hung_up", "attached", "draining"])
+def test_it_may_be_closed_from_its_own_events(daemon: FakeDaemon, connect: Connect, kind: str) -> None:
+    client = connect()
+    closed = threading.Event()
+
+    def close_on(event: Event) -> None:
+        if event.kind == kind:
+            client.session.close()
+            closed.set()
+
+    client.watch.also = close_on
+    client.watch.let_go()
+    daemon.tell(messages.Draining())
+    daemon.hang_up()
+    assert closed.wait(WATCHDOG_SECONDS)
+    assert client.session.state == DETACHED
 
 
 def test_pauses_between_attempts_double_up_to_two_seconds(client: Client, daemon: FakeDaemon) -> None:
