@@ -20,7 +20,7 @@ from strataflux.daemon.errors import DaemonError
 from strataflux.daemon.interface import SessionRequest
 from strataflux.daemon.stats import SessionStats, Stats
 from strataflux.proto import layout, messages, segment
-from strataflux.proto.messages import Hello, SegmentInfo, StoreRef, TableInfo
+from strataflux.proto.messages import Hello, Refuse, SegmentInfo, StoreRef, TableInfo
 from strataflux.proto.store_format import SectionSpec, StoreManifest, identity_digest, plan_sections
 
 CACHE_BYTES = 16 << 20
@@ -173,6 +173,12 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(WATCHDOG_SECONDS):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+def refusal(answer: messages.Message | None, code: str) -> Refuse:
+    assert isinstance(answer, Refuse), answer
+    assert answer.code == code
+    return answer
 
 
 @dataclass
