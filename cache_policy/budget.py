@@ -35,7 +35,7 @@ from strataflux.cache_policy.base import (
     wide,
 )
 from strataflux.cache_policy.errors import SlotTooLargeError, TooManyClassesError
-from strataflux.proto.compiled import compiled
+from strataflux.proto.compiled import borrowing, compiled
 
 __all__ = [
     "ABSENT",
@@ -136,7 +136,7 @@ def add_class(b: Budget, slot_bytes: int, budget: int) -> int:
     return known
 
 
-@compiled
+@borrowing
 def grow(b: Budget, budget: int, segment: int) -> bool:
     """All pages of an ABSENT segment become UNUSED in ``budget``; False (nothing changed) if one is not
     ABSENT.
@@ -154,7 +154,7 @@ def grow(b: Budget, budget: int, segment: int) -> bool:
     return True
 
 
-@compiled
+@borrowing
 def trim(b: Budget, segment: int, pages: int) -> int:
     """Only the first ``pages`` of a segment whose pages are all UNUSED have memory: the rest leave at once.
 
@@ -168,7 +168,7 @@ def trim(b: Budget, segment: int, pages: int) -> int:
     return segment_pages(b, segment)
 
 
-@compiled
+@borrowing
 def shrink(b: Budget, segment: int) -> int:
     """Start to take a segment out: UNUSED pages leave at once, the rest drain. Returns how many still have
     to.
@@ -184,7 +184,7 @@ def shrink(b: Budget, segment: int) -> int:
     return segment_pages(b, segment)
 
 
-@compiled
+@borrowing
 def segment_pages(b: Budget, segment: int) -> int:
     """Pages of the segment that are not ABSENT; at 0 its memory may be dropped."""
     first = segment * b.sizes[1]
@@ -194,7 +194,7 @@ def segment_pages(b: Budget, segment: int) -> int:
     return there
 
 
-@compiled
+@borrowing
 def want_page(b: Budget, cls: int) -> int:
     """Give ``cls`` the lowest UNUSED page of its budget, which becomes OWNED; ``NO_PAGE`` if there is
     none.
@@ -211,7 +211,7 @@ def want_page(b: Budget, cls: int) -> int:
     return page
 
 
-@compiled
+@borrowing
 def pick_drain(b: Budget, need: int, tails: Any, clock: int) -> int:
     """Choose a page for the class ``need`` to take over, and set it DRAINING; ``NO_PAGE`` if none should
     move.
@@ -245,7 +245,7 @@ def pick_drain(b: Budget, need: int, tails: Any, clock: int) -> int:
     return page
 
 
-@compiled
+@borrowing
 def release(b: Budget, page: int) -> bool:
     """Start to give an OWNED page back to its budget (its store was closed); False if it is not OWNED."""
     if b.pages[page].state != OWNED:
@@ -254,7 +254,7 @@ def release(b: Budget, page: int) -> bool:
     return True
 
 
-@compiled
+@borrowing
 def page_drained(b: Budget, page: int) -> int:
     """All slots of a DRAINING page are free: it goes where it was drained for.
 
@@ -278,7 +278,7 @@ def page_drained(b: Budget, page: int) -> int:
     return GONE
 
 
-@compiled
+@borrowing
 def take_slot(b: Budget, page: int) -> bool:
     """Count one more slot of an OWNED page as not free; False (nothing changed) if it is not OWNED or is
     full.
@@ -290,7 +290,7 @@ def take_slot(b: Budget, page: int) -> bool:
     return True
 
 
-@compiled
+@borrowing
 def give_slot(b: Budget, page: int) -> int:
     """Count one slot of the page as free again; returns how many of its slots are still not free."""
     b.pages[page].used -= 1
@@ -330,7 +330,7 @@ def check_integrity(b: Budget) -> int:
     return INTACT
 
 
-@compiled
+@borrowing
 def _check_page(b: Budget, entry: Any) -> int:
     if entry.state == ABSENT or entry.state == UNUSED:
         if entry.owner != GONE or (entry.budget < 0) != (entry.state == ABSENT):
@@ -341,14 +341,14 @@ def _check_page(b: Budget, entry: Any) -> int:
     return INTACT if 0 <= entry.used <= b.classes[entry.owner].per_page else WRONG_VALUE
 
 
-@compiled
+@borrowing
 def _own(b: Budget, page: int, cls: int) -> None:
     b.pages[page].state = OWNED
     b.pages[page].owner = cls
     b.classes[cls].owned += 1
 
 
-@compiled
+@borrowing
 def _start_drain(b: Budget, page: int, target: int) -> None:
     """OWNED or DRAINING → DRAINING for ``target``."""
     entry = b.pages[page]
@@ -362,7 +362,7 @@ def _start_drain(b: Budget, page: int, target: int) -> None:
         b.classes[target].coming += 1
 
 
-@compiled
+@borrowing
 def _leave(b: Budget, page: int) -> None:
     """UNUSED or drained → ABSENT."""
     b.pools[b.pages[page].budget].pages -= 1
@@ -371,7 +371,7 @@ def _leave(b: Budget, page: int) -> None:
     b.pages[page].owner = GONE
 
 
-@compiled
+@borrowing
 def _emptiest_page(b: Budget, cls: int) -> int:
     best = NO_PAGE
     for page in range(len(b.pages)):

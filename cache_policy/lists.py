@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strataflux.cache_policy.base import BROKEN_LINK, INTACT, LOST_SLOT, WRONG_CLASS, WRONG_COUNT
-from strataflux.proto.compiled import compiled
+from strataflux.proto.compiled import borrowing
 
 __all__ = ["ABSENT", "check_lists", "link_head", "make_nodes", "unlink"]
 
@@ -28,7 +28,7 @@ def make_nodes(dtype: np.dtype[np.void], n_slots: int, n_lists: int) -> NDArray[
     return nodes
 
 
-@compiled
+@borrowing
 def link_head(nodes: Any, anchor: int, slot: int) -> None:
     """Put the unlinked ``slot`` at the head of the list closed by ``anchor``."""
     first = nodes[anchor].next
@@ -38,7 +38,7 @@ def link_head(nodes: Any, anchor: int, slot: int) -> None:
     nodes[anchor].next = slot
 
 
-@compiled
+@borrowing
 def unlink(nodes: Any, slot: int) -> None:
     """Take the linked ``slot`` out of its list; its own links are left stale."""
     before = nodes[slot].prev
@@ -47,7 +47,7 @@ def unlink(nodes: Any, slot: int) -> None:
     nodes[after].prev = before
 
 
-@compiled
+@borrowing
 def check_lists(nodes: Any, n_slots: int, counts: Any) -> int:
     """Walk the list of every class (anchor ``n_slots + cls``) against ``counts`` (i8[n_classes]); a code of
     ``base``.
@@ -64,7 +64,7 @@ def check_lists(nodes: Any, n_slots: int, counts: Any) -> int:
     return INTACT if resident == listed else LOST_SLOT
 
 
-@compiled
+@borrowing
 def _check_list(nodes: Any, anchor: int, cls: int, count: int) -> int:
     at = anchor
     for _ in range(count + 1):

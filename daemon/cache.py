@@ -31,7 +31,7 @@ from strataflux.daemon.state import (
 )
 from strataflux.proto import layout
 from strataflux.proto.atomics import load_u32, store_release_u32, store_u32
-from strataflux.proto.compiled import compiled
+from strataflux.proto.compiled import borrowing, compiled
 
 __all__ = [
     "abandon_fill",
@@ -58,14 +58,14 @@ _EVICTIONS_A_SWEEP = 256
 _TABLE_SHIFT = layout.TABLE_SHIFT
 
 
-@compiled
+@borrowing
 def slot_number(c: Core, entry: int) -> int:
     """Directory's number (256-byte units) of a slot entry that belongs to a class."""
     page = entry // _UNITS
     return wide(page * _UNITS + (entry - page * _UNITS) * c.classes[c.slots[entry].cls].units)
 
 
-@compiled
+@borrowing
 def slot_address(c: Core, entry: int) -> int:
     """Address of a slot's bytes in this process."""
     page = entry // _UNITS
@@ -73,26 +73,26 @@ def slot_address(c: Core, entry: int) -> int:
     return wide(c.page_address[page] + inside * layout.SLOT_UNIT_BYTES)
 
 
-@compiled
+@borrowing
 def pending_of(c: Core, table: int, oid: int) -> int:
     """What the reader is doing about a record: PENDING_NONE, PENDING_QUEUED, or its filling slot's entry + 1."""
     return wide(load_u32(c.tables[table].pending + 4 * oid)) & ~PENDING_SEEN
 
 
-@compiled
+@borrowing
 def set_pending(c: Core, table: int, oid: int, value: int) -> None:
     """Change :func:`pending_of`; that a record was resident once is kept."""
     at = c.tables[table].pending + 4 * oid
     store_u32(at, (wide(load_u32(at)) & PENDING_SEEN) | value)
 
 
-@compiled
+@borrowing
 def was_resident(c: Core, table: int, oid: int) -> bool:
     """The record was published at least once since the daemon started."""
     return bool(wide(load_u32(c.tables[table].pending + 4 * oid)) & PENDING_SEEN)
 
 
-@compiled
+@borrowing
 def _link_free(c: Core, entry: int, cls: int) -> None:
     head = c.classes[cls].free_head
     c.slots[entry].next = head
@@ -104,7 +104,7 @@ def _link_free(c: Core, entry: int, cls: int) -> None:
     c.slots[entry].state = FREE
 
 
-@compiled
+@borrowing
 def _unlink_free(c: Core, entry: int, cls: int) -> None:
     after, before = wide(c.slots[entry].next), wide(c.slots[entry].prev)
     if before == NONE:
@@ -116,7 +116,7 @@ def _unlink_free(c: Core, entry: int, cls: int) -> None:
     c.classes[cls].free -= 1
 
 
-@compiled
+@borrowing
 def _own_page(c: Core, page: int, cls: int) -> None:
     """ABSENT → FREE for every slot of a page that the budget just gave to ``cls``."""
     per_page = _UNITS // c.classes[cls].units
@@ -126,7 +126,7 @@ def _own_page(c: Core, page: int, cls: int) -> None:
     c.classes[cls].slots += per_page
 
 
-@compiled
+@borrowing
 def begin_fill(c: Core, cls: int, table: int, oid: int) -> int:
     """A FREE slot of ``cls``, now FILLING with a record; ``NONE`` (nothing changed) if the class has none.
 
@@ -152,7 +152,7 @@ def begin_fill(c: Core, cls: int, table: int, oid: int) -> int:
     return wide(entry)
 
 
-@compiled
+@borrowing
 def publish(c: Core, entry: int) -> None:
     """FILLING → VALID: the bytes are in place and verified; clients may read them from now on."""
     slot = c.slots[entry]
@@ -171,7 +171,7 @@ def publish(c: Core, entry: int) -> None:
     c.rd[0].filled_now += 1
 
 
-@compiled
+@borrowing
 def abandon_fill(c: Core, entry: int) -> None:
     """FILLING → FREE: the read failed or was not good; nobody ever saw the slot."""
     slot = c.slots[entry]
@@ -180,7 +180,7 @@ def abandon_fill(c: Core, entry: int) -> None:
     _give_back(c, entry)
 
 
-@compiled
+@borrowing
 def quarantine(c: Core, table: int, oid: int) -> None:
     """Mark a record as unreadable: clients miss it without asking again."""
     # SYNC: directory-entry (publish). No bytes go with this value.
@@ -188,7 +188,7 @@ def quarantine(c: Core, table: int, oid: int) -> None:
     c.tables[table].quarantined += 1
 
 
-@compiled
+@borrowing
 def retire(c: Core, entry: int) -> None:
     """VALID → RETIRED: take the directory entry back; the slot joins the open grace batch."""
     slot = c.slots[entry]
@@ -206,14 +206,14 @@ def retire(c: Core, entry: int) -> None:
         c.ages[AGE_BUCKETS - 1] += 1
 
 
-@compiled
+@borrowing
 def free(c: Core, entry: int) -> None:
     """RETIRED → FREE: grace has passed, no client can still be reading the slot."""
     c.classes[c.slots[entry].cls].retired -= 1
     _give_back(c, entry)
 
 
-@compiled
+@borrowing
 def _give_back(c: Core, entry: int) -> None:
     cls = wide(c.slots[entry].cls)
     page = entry // _UNITS
@@ -227,7 +227,7 @@ def _give_back(c: Core, entry: int) -> None:
         _move_page(c, page, cls)
 
 
-@compiled
+@borrowing
 def _move_page(c: Core, page: int, cls: int) -> None:
     """The last slot of a draining page is free: the page leaves its class for the one that needs it."""
     c.classes[cls].slots -= _UNITS // c.classes[cls].units
@@ -237,7 +237,7 @@ def _move_page(c: Core, page: int, cls: int) -> None:
         _own_page(c, page, owner)
 
 
-@compiled
+@borrowing
 def evict_one(c: Core, cls: int) -> bool:
     """Retire the class's best victim; False if it has none that may go.
 
@@ -267,7 +267,7 @@ def evict_one(c: Core, cls: int) -> bool:
     return False
 
 
-@compiled
+@borrowing
 def _note_use(c: Core, entry: int, stamp: int) -> None:
     """First sign that a fill was worth it: how long it took until somebody read it."""
     slot = c.slots[entry]
@@ -282,7 +282,7 @@ def _note_use(c: Core, entry: int, stamp: int) -> None:
         c.ages[bucket] += 1
 
 
-@compiled
+@borrowing
 def evict_ahead(c: Core) -> None:
     """Keep 1/16 of every class free or about to be, so that a burst of misses finds room.
 
@@ -298,7 +298,7 @@ def evict_ahead(c: Core) -> None:
                 break
 
 
-@compiled
+@borrowing
 def ask_page(c: Core, cls: int) -> None:
     """A class starves: ask the budget whether a colder class should give it a page, and drain that page."""
     for other in range(c.rd[0].n_classes):
@@ -308,13 +308,13 @@ def ask_page(c: Core, cls: int) -> None:
         drain_page(c, page)
 
 
-@compiled
+@borrowing
 def is_draining(c: Core, entry: int) -> bool:
     """The slot's page is leaving its class: what is being read into it will not be published."""
     return bool(c.pages.pages[entry // _UNITS].state == budget.DRAINING)
 
 
-@compiled
+@borrowing
 def drain_page(c: Core, page: int) -> None:
     """Retire what is VALID in a DRAINING page and take its FREE slots out of circulation."""
     cls = wide(c.pages.pages[page].owner)
@@ -360,7 +360,7 @@ def check_integrity(c: Core) -> int:
     return 20 + code if code else 0
 
 
-@compiled
+@borrowing
 def _check_page(c: Core, page: int, cls: int, found: Any) -> int:
     used = 0
     for entry in range(page * _UNITS, page * _UNITS + _UNITS // c.classes[cls].units):

@@ -30,7 +30,7 @@ from strataflux.daemon.state import FILL_BUCKETS_US, NONE, Core
 from strataflux.proto import layout
 from strataflux.proto.atomics import load_u32
 from strataflux.proto.checksum import copy_crc32c
-from strataflux.proto.compiled import compiled
+from strataflux.proto.compiled import borrowing
 
 __all__ = ["finish_reads", "start_fills", "start_preload"]
 
@@ -43,7 +43,7 @@ _BUCKETS_US = np.array(FILL_BUCKETS_US, np.int64)
 _RETRIES = 1
 
 
-@compiled
+@borrowing
 def section_of(c: Core, table: int, oid: int) -> int:
     """The section that holds a record, by bisection over its table's sections."""
     low = c.tables[table].first_section
@@ -57,7 +57,7 @@ def section_of(c: Core, table: int, oid: int) -> int:
     return wide(low)
 
 
-@compiled
+@borrowing
 def start_fills(c: Core, e: Any) -> int:
     """Start reads for the most wanted records that find a window and a slot; returns how many records."""
     count = _pop_sorted(c, c.rd[0].depth - c.rd[0].in_flight)
@@ -85,7 +85,7 @@ def start_fills(c: Core, e: Any) -> int:
     return started
 
 
-@compiled
+@borrowing
 def _pop_sorted(c: Core, at_most: int) -> int:
     """Pop up to ``at_most`` requests, most wanted first, and order them by table and record so that neighbours meet."""
     count = 0
@@ -103,7 +103,7 @@ def _pop_sorted(c: Core, at_most: int) -> int:
     return count
 
 
-@compiled
+@borrowing
 def _slot_for(c: Core, place: int, table: int, oid: int) -> int:
     """A FILLING slot for a queued record, or ``NONE``. At most a quarter of a class may be filling."""
     cls = c.sections[section_of(c, table, oid)].cls
@@ -122,7 +122,7 @@ def _slot_for(c: Core, place: int, table: int, oid: int) -> int:
     return entry
 
 
-@compiled
+@borrowing
 def _wait_or_drop(c: Core, place: int) -> None:
     """No slot for a request now: it waits in the queue while eviction makes room, and is dropped when a quarter of
     its class already waits for grace, because then the sessions are what is slow.
@@ -145,7 +145,7 @@ def _wait_or_drop(c: Core, place: int) -> None:
     put_back(c, place)
 
 
-@compiled
+@borrowing
 def _drop_for_grace(c: Core, place: int) -> None:
     c.rd[0].dropped_grace += 1
     session = wide(c.queue[place].session)
@@ -154,7 +154,7 @@ def _drop_for_grace(c: Core, place: int) -> None:
     drop(c, place)
 
 
-@compiled
+@borrowing
 def _open_window(c: Core, entry: int) -> int:
     """A free window around one record."""
     window = c.rd[0].free_window
@@ -175,7 +175,7 @@ def _open_window(c: Core, entry: int) -> int:
     return wide(window)
 
 
-@compiled
+@borrowing
 def _join(c: Core, window: int, entry: int) -> bool:
     """Put a record into a window that is not sent yet, if it is a neighbour and the bounce buffer is large enough."""
     w = c.windows[window]
@@ -196,7 +196,7 @@ def _join(c: Core, window: int, entry: int) -> bool:
     return True
 
 
-@compiled
+@borrowing
 def _extent(c: Core, entry: int) -> tuple[int, int]:
     """(offset in the file, bytes) of a slot's record."""
     slot = c.slots[entry]
@@ -204,12 +204,12 @@ def _extent(c: Core, entry: int) -> tuple[int, int]:
     return s.offset + (wide(slot.oid) - s.first) * s.stride, s.bytes
 
 
-@compiled
+@borrowing
 def _aligned(length: int, alignment: int) -> int:
     return (length + alignment - 1) // alignment * alignment
 
 
-@compiled
+@borrowing
 def _send(c: Core, e: Any, window: int) -> None:
     """Hand a window (or what a short read left of it) to the engine."""
     if window == NONE:
@@ -221,7 +221,7 @@ def _send(c: Core, e: Any, window: int) -> None:
     c.rd[0].reads += 1
 
 
-@compiled
+@borrowing
 def finish_reads(c: Core, e: Any) -> int:
     """Take every completion there is; returns how many."""
     count = engines.reap(e, c.finished)
@@ -231,7 +231,7 @@ def finish_reads(c: Core, e: Any) -> int:
     return count
 
 
-@compiled
+@borrowing
 def _finish(c: Core, e: Any, window: int, result: int) -> None:
     """The three exits of a completion: error, short, done."""
     w = c.windows[window]
@@ -255,7 +255,7 @@ def _finish(c: Core, e: Any, window: int, result: int) -> None:
     _close_window(c, window)
 
 
-@compiled
+@borrowing
 def _read_failed(c: Core, e: Any, window: int, result: int) -> None:
     """An error: go on without direct I/O if that was it, repeat an interruption, else give every record back."""
     w = c.windows[window]
@@ -280,7 +280,7 @@ def _read_failed(c: Core, e: Any, window: int, result: int) -> None:
     _close_window(c, window)
 
 
-@compiled
+@borrowing
 def _close_window(c: Core, window: int) -> None:
     c.windows[window].state = 0
     c.windows[window].next_free = c.rd[0].free_window
@@ -288,7 +288,7 @@ def _close_window(c: Core, window: int) -> None:
     c.rd[0].in_flight -= 1
 
 
-@compiled
+@borrowing
 def _verify(c: Core, base: int, entry: int) -> None:
     """Copy one record into its slot, compare its checksum, publish. ``base`` + file offset = address in the pool."""
     offset, length = _extent(c, entry)
@@ -305,7 +305,7 @@ def _verify(c: Core, base: int, entry: int) -> None:
         publish(c, entry)
 
 
-@compiled
+@borrowing
 def _give_up(c: Core, entry: int, its_fault: bool) -> None:
     """A record could not be read: once more, alone; the second time it is quarantined."""
     slot = c.slots[entry]
@@ -318,7 +318,7 @@ def _give_up(c: Core, entry: int, its_fault: bool) -> None:
     push_again(c, entry, 1 if its_fault else tried)
 
 
-@compiled
+@borrowing
 def _count_fill(c: Core, entry: int) -> None:
     """Statistics of a fill, and the pin of one that a client is waiting for."""
     slot = c.slots[entry]
@@ -337,7 +337,7 @@ def _count_fill(c: Core, entry: int) -> None:
             slot.pinned = deadline
 
 
-@compiled
+@borrowing
 def start_preload(c: Core, e: Any) -> int:
     """Read ahead for stores that want it whole, with half the windows and only into slots that are free anyway."""
     started = 0

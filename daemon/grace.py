@@ -20,7 +20,7 @@ from strataflux.daemon.cache import free
 from strataflux.daemon.state import MAX_BATCHES, NONE, Core
 from strataflux.proto import layout
 from strataflux.proto.atomics import U64, fence, load_acquire_u32, load_u32, store_u32
-from strataflux.proto.compiled import compiled
+from strataflux.proto.compiled import borrowing
 
 __all__ = ["begin_session", "close_batch", "end_session", "fence_stuck", "observe_steps", "recycle"]
 
@@ -30,7 +30,7 @@ _FENCED = layout.offset_of(layout.SESSION_VIEW, "fenced")
 _ONE = np.uint64(1)
 
 
-@compiled
+@borrowing
 def observe_steps(c: Core) -> bool:
     """Note which sessions are inside a step now; True if any is. Feeds recency (``stepped``) and the spin."""
     any_inside = False
@@ -47,7 +47,7 @@ def observe_steps(c: Core) -> bool:
     return any_inside
 
 
-@compiled
+@borrowing
 def close_batch(c: Core) -> bool:
     """Close the open batch, if it holds anything and a place is left; True if it did."""
     rd = c.rd[0]
@@ -76,7 +76,7 @@ def close_batch(c: Core) -> bool:
     return True
 
 
-@compiled
+@borrowing
 def recycle(c: Core) -> int:
     """Free the slots of every batch that nobody holds any more; returns how many."""
     rd = c.rd[0]
@@ -96,7 +96,7 @@ def recycle(c: Core) -> int:
     return freed
 
 
-@compiled
+@borrowing
 def _still_held(c: Core, place: int) -> U64:
     """Holders of a batch that have not ended their step, as a bit mask (also stored)."""
     held = c.batches[place].holders
@@ -114,7 +114,7 @@ def _still_held(c: Core, place: int) -> U64:
     return held
 
 
-@compiled
+@borrowing
 def fence_stuck(c: Core) -> int:
     """Fence the sessions that hold the oldest batch too long while fills wait for its slots; returns how many.
 
@@ -140,13 +140,13 @@ def fence_stuck(c: Core) -> int:
     return fenced
 
 
-@compiled
+@borrowing
 def _drop_holds(c: Core, index: int) -> None:
     for position in range(c.rd[0].batch_first, c.rd[0].batch_last):
         c.batches[position % MAX_BATCHES].holders &= ~(_ONE << np.uint64(index))
 
 
-@compiled
+@borrowing
 def begin_session(c: Core, index: int, stamps: int) -> None:
     """Enter a session whose row is filled in: from now on batches ask for its steps."""
     place = c.stamp_owner[layout.MAX_SESSIONS]
@@ -157,7 +157,7 @@ def begin_session(c: Core, index: int, stamps: int) -> None:
     c.stamp_owner[layout.MAX_SESSIONS] = place + 1
 
 
-@compiled
+@borrowing
 def end_session(c: Core, index: int) -> None:
     """Take a session out: its holds are gone and its memory is not looked at again."""
     c.sessions[index].active = 0

@@ -18,7 +18,7 @@ from strataflux.daemon.state import (
 )
 from strataflux.proto import layout, ring
 from strataflux.proto.atomics import load_u32
-from strataflux.proto.compiled import compiled
+from strataflux.proto.compiled import borrowing
 
 __all__ = ["drop", "forget_session", "pop", "push_again", "put_back", "release", "take_requests"]
 
@@ -28,7 +28,7 @@ _AT_MOST_A_TURN = 256
 _KEY_SHIFT = 32
 
 
-@compiled
+@borrowing
 def take_requests(c: Core) -> int:
     """Take up to 256 entries of each session's ring; returns how many were taken.
 
@@ -43,7 +43,7 @@ def take_requests(c: Core) -> int:
     return taken
 
 
-@compiled
+@borrowing
 def _take_from(c: Core, index: int) -> int:
     session = c.sessions[index]
     log2 = session.ring_log2
@@ -65,7 +65,7 @@ def _take_from(c: Core, index: int) -> int:
     return taken
 
 
-@compiled
+@borrowing
 def _accept(c: Core, index: int, payload: int) -> None:
     """One entry, as a client wrote it: nothing in it is trusted."""
     score = (payload >> layout.SCORE_SHIFT) & 0xFF
@@ -93,7 +93,7 @@ def _accept(c: Core, index: int, payload: int) -> None:
         _push(c, index, table, oid, score, c.rd[0].now_us, 0)
 
 
-@compiled
+@borrowing
 def push_again(c: Core, entry: int, retries: int) -> None:
     """Queue the record of a slot that was just abandoned once more, to be read alone (its read went wrong)."""
     slot = c.slots[entry]
@@ -101,7 +101,7 @@ def push_again(c: Core, entry: int, retries: int) -> None:
     _push(c, session, wide(slot.table), wide(slot.oid), score, c.rd[0].now_us, retries)
 
 
-@compiled
+@borrowing
 def _push(c: Core, session: int, table: int, oid: int, score: int, asked_us: int, retries: int) -> None:
     bucket = score * SCORE_BUCKETS // 256
     rd = c.rd[0]
@@ -128,7 +128,7 @@ def _push(c: Core, session: int, table: int, oid: int, score: int, asked_us: int
     set_pending(c, table, oid, PENDING_QUEUED)
 
 
-@compiled
+@borrowing
 def pop(c: Core) -> int:
     """Take the first request of the highest bucket out of the queue; ``NONE`` if it is empty.
 
@@ -143,14 +143,14 @@ def pop(c: Core) -> int:
     return NONE
 
 
-@compiled
+@borrowing
 def release(c: Core, place: int) -> None:
     """Give a popped queue entry's place back."""
     c.queue[place].next = c.rd[0].free_queued
     c.rd[0].free_queued = place
 
 
-@compiled
+@borrowing
 def put_back(c: Core, place: int) -> None:
     """Undo :func:`pop`: the request goes back to the front of its bucket."""
     bucket = wide(c.queue[place].score) * SCORE_BUCKETS // 256
@@ -162,7 +162,7 @@ def put_back(c: Core, place: int) -> None:
     c.rd[0].queued += 1
 
 
-@compiled
+@borrowing
 def drop(c: Core, place: int) -> None:
     """A popped request will not be served: its record is asked for again at its next miss."""
     key = c.queue[place].key
@@ -170,7 +170,7 @@ def drop(c: Core, place: int) -> None:
     release(c, place)
 
 
-@compiled
+@borrowing
 def _drop_lowest(c: Core, below: int) -> bool:
     """Make room by dropping the oldest request of the lowest bucket, if that is below ``below``."""
     for bucket in range(below):
@@ -184,7 +184,7 @@ def _drop_lowest(c: Core, below: int) -> bool:
     return False
 
 
-@compiled
+@borrowing
 def forget_session(c: Core, index: int) -> None:
     """A session is gone: its requests stay (somebody may want the records) but belong to nobody."""
     for bucket in range(SCORE_BUCKETS):

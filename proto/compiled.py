@@ -32,7 +32,15 @@ import llvmlite.binding
 import numba
 import numba.core.config
 
-__all__ = ["PACKAGE_ROOT", "CompiledCacheError", "Sources", "cache_folder", "cache_root", "compiled"]
+__all__ = [
+    "PACKAGE_ROOT",
+    "CompiledCacheError",
+    "Sources",
+    "borrowing",
+    "cache_folder",
+    "cache_root",
+    "compiled",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,6 +72,20 @@ def compiled(fn: F) -> F:
         CompiledCacheError: at decoration, when the cache folder is missing and cannot be made, belongs to another
             user, or may be written by others.
     """
+    return _compile(fn, counting=True)
+
+
+def borrowing(fn: F) -> F:
+    """As :func:`compiled`, for a function that makes and returns no arrays: it only uses those it was given.
+
+    Numba otherwise counts references to the arrays of an argument that is a tuple of them, with two locked
+    instructions an array and call: most of the time of a short function. Making an array in such a function is an
+    error when it is compiled.
+    """
+    return _compile(fn, counting=False)
+
+
+def _compile(fn: F, *, counting: bool) -> F:
     apart = fn.__closure__ is not None or fn.__module__ not in _sources()
     folder = str(cache_folder("" if apart else fn.__module__))
     # Numba reads its setting while it decorates. It is put back at once: other users of Numba in this process
@@ -72,7 +94,7 @@ def compiled(fn: F) -> F:
         previous = _numba_config.CACHE_DIR
         _numba_config.CACHE_DIR = folder
         try:
-            decorate = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+            decorate = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy", _nrt=counting)
             return cast(F, decorate(fn))
         finally:
             _numba_config.CACHE_DIR = previous
@@ -155,7 +177,7 @@ class Sources:
         return found
 
     def compiling(self) -> set[str]:
-        """Every module that imports :func:`compiled`."""
+        """Every module that imports one of this module's decorators."""
         names = set()
         for top in _FOLDERS:
             for folder, _, files in os.walk(self._root / top):

@@ -4,15 +4,20 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numba.core.config
+import numpy as np
 import pytest
+from numba.core.errors import NumbaError
+from numpy.typing import NDArray
 
 from strataflux.proto import compiled as module
 from strataflux.proto.compiled import (
     PACKAGE_ROOT,
     CompiledCacheError,
     Sources,
+    borrowing,
     cache_folder,
     cache_root,
     compiled,
@@ -58,6 +63,33 @@ def test_compiled_function_computes_what_it_says(root: Path) -> None:
 
     assert divide(1.0, 4.0) == 0.25
     assert divide(1.0, 0.0) == float("inf")
+
+
+def test_borrowing_function_counts_no_references(root: Path) -> None:
+    @compiled
+    def counting(arrays: tuple[NDArray[np.int64], NDArray[np.int64]]) -> int:
+        return int(arrays[0][1] + arrays[1][2])
+
+    @borrowing
+    def plain(arrays: tuple[NDArray[np.int64], NDArray[np.int64]]) -> int:
+        return int(arrays[0][1] + arrays[1][2])
+
+    def code(function: Any) -> str:
+        return "".join(function.inspect_llvm().values())
+
+    arrays = (np.arange(4), np.arange(4))
+    assert counting(arrays) == plain(arrays) == 3
+    assert "NRT_" in code(counting)
+    assert "NRT_" not in code(plain)
+
+
+def test_borrowing_function_may_not_make_an_array(root: Path) -> None:
+    @borrowing
+    def make(n: int) -> int:
+        return np.zeros(n).size
+
+    with pytest.raises(NumbaError, match="NRT required"):
+        make(3)
 
 
 def test_machine_code_lands_in_the_digest_folder(root: Path) -> None:
