@@ -1,16 +1,14 @@
 """``strataflux bench``: measure this machine."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from strataflux.client.cli.output import Output
+from strataflux.client.cli.output import Output, progress
 
-__all__ = [
-    "lookup",
-    "register",
-]
+__all__ = ["fill", "lookup", "register"]
 
 
 def lookup(
@@ -32,8 +30,40 @@ def lookup(
     output.result({**asdict(setup), **asdict(result)})
 
 
+def fill(
+    record_bytes: Annotated[list[int] | None, typer.Option("--record-bytes", help="Repeatable; 4096 and 2048.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each; medians count.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a round.")] = 3.0,
+    store_mib: Annotated[int, typer.Option(min=64, help="Size of the store; it is made once and kept.")] = 2048,
+    engine: Annotated[str, typer.Option(help="uring or threads.")] = "uring",
+    folder: Annotated[Path | None, typer.Option(help="Where the store is kept; else the user's cache folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object to stdout.")] = False,
+) -> None:
+    """Records a second that a daemon of its own brings into its cache, against fio on the same file."""
+    from strataflux.client.bench.fill import FillSetup, bench_fill, bench_store, default_folder
+
+    output = Output(as_json)
+    found: dict[str, object] = {}
+    for size in record_bytes or [4096, 2048]:
+        setup = FillSetup(store_mib << 20, size, rounds=rounds, seconds=seconds, engine=engine)
+        with progress("making the store", (store_mib << 20) // size) as advance:
+            manifest = bench_store(folder or default_folder(), setup, advance)
+        result = bench_fill(manifest, setup)
+        fio = "fio is not installed"
+        if result.ratio_to_fio is not None:
+            fio = f"{result.ratio_to_fio:.2f} of fio's rate, {result.cpu_ratio_to_fio:.2f} of its CPU"
+        output.print(
+            f"{size} B: {result.fills_per_second:,.0f} fills/s, {result.cpu_microseconds_per_fill:.2f} us of CPU each "
+            f"({result.engine}, {result.direct_io}); {fio}"
+        )
+        found = found or asdict(result)
+        found[f"{size}"] = {**asdict(setup), **asdict(result)}
+    output.result(found)
+
+
 def register(app: typer.Typer) -> None:
     """Add ``bench`` and its sub-commands."""
     bench = typer.Typer(no_args_is_help=True, help="Measure this machine.")
     bench.command()(lookup)
+    bench.command()(fill)
     app.add_typer(bench, name="bench")

@@ -20,11 +20,13 @@ __all__ = ["register"]
 _NAMES = {
     "reference": "reference",
     "base": "3-bit base",
-    "refined_skip": "refined, misses skipped",
-    "refined_wait": "refined, misses waited for",
+    "refined_skip": "refined, skip",
+    "refined_wait": "refined, wait",
 }
 _FACTS = {
     "reference_is": "the dequantized Q4_1 weights of the model file",
+    "misses": "skip keeps the low-bit weights for what is not in the cache; wait sleeps until it is, for half a second "
+    "at most, and its hit rate counts as missed what was waited for",
     "caches": "each refined row has a daemon of its own, whose cache is empty at the first token",
     "speeds": "tokens/s are of token-by-token steps: of the whole text for refined rows, of the sentence for the "
     "others, whose text is scored in one pass",
@@ -32,7 +34,7 @@ _FACTS = {
 }
 
 
-def demo_command(as_json: JsonOption = False) -> None:
+def _command(as_json: JsonOption = False) -> None:
     """Prepare a small real model in 3 bits, decode it through a daemon, and show what refinement gives back.
 
     The prepared model stays in your cache folder for the next time; the daemons and all else are gone at the end.
@@ -82,9 +84,10 @@ def _show(output: Output, demo: "Demo", settings: "DemoSettings") -> None:
     output.print(comparison_table({_NAMES[name]: row for name, row in demo.rows.items()}))
     for name in ("refined_skip", "refined_wait"):
         output.print(f"{_NAMES[name]}: KL is {_ratio(demo, name):.2f} of the base's")
-    output.print("\nThe reference is " + _FACTS["reference_is"] + ".")
-    output.print(_FACTS["caches"].capitalize() + ".")
-    output.print(_FACTS["speeds"].capitalize() + ".\n")
+    output.print(f"\nThe reference: {_FACTS['reference_is']}.")
+    for name in ("misses", "caches", "speeds"):
+        output.print(f"{name.capitalize()}: {_FACTS[name]}.")
+    output.print()
     for name, sentence in demo.sentences.items():
         output.print(f"[bold]{_NAMES[name]}[/]: ", sentence)
     left = ", ".join(demo.leftovers.names) or "nothing"
@@ -124,4 +127,4 @@ def _emit(output: Output, demo: "Demo", settings: "DemoSettings", prepared: "Pre
 
 def register(app: typer.Typer) -> None:
     """Add ``demo``."""
-    app.command("demo")(demo_command)
+    app.command("demo")(_command)

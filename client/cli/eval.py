@@ -21,7 +21,6 @@ from strataflux.client.errors import MisuseError
 
 if TYPE_CHECKING:
     from strataflux.client.evaluate.run import Evaluation
-    from strataflux.client.launch import PrivateDaemon
     from strataflux.client.prepare.prepared import PreparedModel
     from strataflux.client.runtime.models import DecoderWeights
 
@@ -30,7 +29,7 @@ __all__ = ["register"]
 _DEFAULT_CACHE = "25%"
 
 
-def eval_command(
+def _command(
     folder: PreparedArgument,
     text: Annotated[Path | None, typer.Option(help="A UTF-8 text.", show_default="prose of Python's own help")] = None,
     reference: Annotated[
@@ -51,20 +50,23 @@ def eval_command(
     it read from its stores meanwhile; a daemon that serves others counts theirs, too.
     """
     from strataflux.client.evaluate.run import evaluate
+    from strataflux.client.launch import PrivateDaemon
     from strataflux.client.prepare.prepared import open_prepared
+    from strataflux.client.refined import store_slot_bytes
 
     if runtime_dir is not None and weight_cache is not None:
         raise MisuseError("--weight-cache", "together with --runtime-dir", "one of the two", "leave one out")
     output = Output(as_json)
     policy = parse_miss(miss)
     prepared = open_prepared(folder)
+    cache_bytes = parse_cache(weight_cache or _DEFAULT_CACHE, store_slot_bytes(prepared.config))
     with progress("reading the models"):
         chosen = _windows(prepared, text, tokens, windows)
         exact = None if reference is None else _read(reference)
     with ExitStack() as stack:
         if runtime_dir is None:
-            daemon = _own_daemon(prepared, weight_cache or _DEFAULT_CACHE)
-            with progress("starting the daemon"):
+            daemon = PrivateDaemon([prepared.store], weight_cache_bytes=cache_bytes)
+            with progress("starting a daemon (its first start compiles)"):
                 runtime_dir = stack.enter_context(daemon).runtime_dir
         with progress("scoring tokens", tokens * windows) as advance:
             found = evaluate(prepared, exact, chosen, runtime_dir, k=k, miss=policy, on_token=advance)
@@ -85,14 +87,6 @@ def _read(source: Path) -> "DecoderWeights":
     from strataflux.client.runtime.models import DecoderWeights
 
     return DecoderWeights.read(open_source(source))
-
-
-def _own_daemon(prepared: "PreparedModel", weight_cache: str) -> "PrivateDaemon":
-    from strataflux.client.launch import PrivateDaemon
-    from strataflux.client.refined import store_slot_bytes
-
-    size = parse_cache(weight_cache, store_slot_bytes(prepared.config))
-    return PrivateDaemon([prepared.store], weight_cache_bytes=size)
 
 
 def _show(output: Output, found: "Evaluation", settings: dict[str, object]) -> None:
@@ -118,4 +112,4 @@ def _show(output: Output, found: "Evaluation", settings: dict[str, object]) -> N
 
 def register(app: typer.Typer) -> None:
     """Add ``eval``."""
-    app.command("eval")(eval_command)
+    app.command("eval")(_command)

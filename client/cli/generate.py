@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 
-def generate_command(
+def _command(
     folder: PreparedArgument,
     prompt: Annotated[str, typer.Argument(help="The text to go on from.")],
     max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = 64,
@@ -100,4 +100,4 @@ def _attach(
 
 def register(app: typer.Typer) -> None:
     """Add ``generate``."""
-    app.command("generate")(generate_command)
+    app.command("generate")(_command)

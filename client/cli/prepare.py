@@ -13,7 +13,7 @@ from strataflux.client.errors import InputError, MisuseError
 __all__ = ["register"]
 
 
-def prepare_command(
+def _command(
     source: Annotated[Path, typer.Argument(help="A .gguf file, or a Hugging Face folder with safetensors.")],
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="Where the prepared model shall lie.")],
     bits: Annotated[int, typer.Option(help="Bits of the resident weights: 2, 3 or 4.")] = 3,
@@ -73,4 +73,4 @@ def _check_target(folder: Path, force: bool) -> None:
 
 def register(app: typer.Typer) -> None:
     """Add ``prepare``."""
-    app.command("prepare")(prepare_command)
+    app.command("prepare")(_command)

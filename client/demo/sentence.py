@@ -10,7 +10,7 @@ from strataflux.client.runtime.generation import Sampling, generate_tokens, spec
 
 __all__ = ["PROMPT", "SENTENCE_TOKENS", "one_sentence"]
 
-PROMPT: Final = "The ocean is salty because"
+PROMPT: Final = "Plants need sunlight because"
 SENTENCE_TOKENS: Final = 40
 _ENDS: Final = ".!?\n"
 

@@ -11,7 +11,7 @@ from strataflux.client.evaluate.compare import Row, join_scores, reference_of, s
 from strataflux.client.evaluate.scoring import Score, score
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.refined import RefinedModel
-from strataflux.client.runtime.models import DecoderWeights
+from strataflux.client.runtime.models import DecoderWeights, ModelConfig
 from strataflux.client.runtime.threads import decoding_threads
 from strataflux.client.session_stats import SessionStats
 
@@ -53,9 +53,12 @@ def evaluate(
         MisuseError: the reference is of other dimensions than the prepared model.
         DaemonUnavailableError, RefusedError: as attaching.
     """
-    if reference is not None and reference.config != prepared.config:
+    if reference is not None and _dimensions(reference.config) != _dimensions(prepared.config):
         raise MisuseError(
-            "--reference", "a model of other dimensions", "the one that was prepared", "pass the same source as then"
+            "--reference",
+            f"dimensions {_dimensions(reference.config)}",
+            f"{_dimensions(prepared.config)}, as prepared",
+            "pass the model that was prepared",
         )
     weights = DecoderWeights.read(prepared)
     scores: dict[str, list[Score]] = {"reference": [], "base": [], "refined": []}
@@ -93,3 +96,9 @@ def refined_row(result: Score, model: RefinedModel, bytes_read: int, *, compared
         weight_hit_rate=stats.hits / stats.lookups if stats.lookups else 0.0,
         bytes_read=bytes_read,
     )
+
+
+def _dimensions(config: ModelConfig) -> tuple[int, ...]:
+    # Integers only: two files of one model may round its constants differently.
+    heads = (config.heads, config.kv_heads, config.head_dim)
+    return config.vocabulary, config.hidden, config.intermediate, config.layers, *heads
