@@ -65,6 +65,7 @@ class PrivateDaemon:
         stores: Sequence[Path],
         *,
         weight_cache_bytes: int,
+        options: Sequence[str] = (),
         start_seconds: float = 600.0,
         stop_seconds: float = 20.0,
     ) -> None:
@@ -73,6 +74,7 @@ class PrivateDaemon:
         Args:
             stores: folders to serve.
             weight_cache_bytes: its RAM for weight records; raised to the daemon's least, 1 MiB.
+            options: more of the daemon's flags.
             start_seconds: the most to wait for READY. The first start of all compiles, which takes a minute or more.
             stop_seconds: the most to wait for its end before it is killed.
         """
@@ -82,6 +84,7 @@ class PrivateDaemon:
             f"--kv-cache={_LEAST_CACHE_BYTES}",
             "--log-level=warning",
             *(f"--store={store.absolute()}" for store in stores),
+            *options,
         ]
         self._start_seconds = start_seconds
         self._stop_seconds = stop_seconds

@@ -205,6 +205,12 @@ class Session:
         self._block[attach_block.DEADLINES_EXCEEDED] += np.uint64(late and hits < oids.size)
         return hits
 
+    def absent(self, table: int, oids: NDArray[np.int64]) -> int:
+        """How many of ``oids`` (int64 [n], bounded by the caller) are not resident but may come. Asks for nothing;
+        between steps, too. For measuring: a decode loop looks up instead.
+        """
+        return directory.absent_count(self._block, table, oids)
+
     @property
     def state(self) -> str:
         """``attached``, ``reattaching`` or ``detached``."""

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def child(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr(launch, "_CHILD", HEAD + program)
 
 
-def daemon(**bounds: float) -> PrivateDaemon:
+def daemon(**bounds: Any) -> PrivateDaemon:
     return PrivateDaemon([Path("store")], weight_cache_bytes=5 << 20, **bounds)
 
 
