@@ -255,7 +255,7 @@ def decode(raw: bytes) -> Message:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise _bad("message", f"no JSON ({error})", "one JSON object") from error
-    if not isinstance(body, dict) or body.get("type") not in _TYPES:
+    if not isinstance(body, dict) or not isinstance(body.get("type"), str) or body["type"] not in _TYPES:
         raise _bad("message type", repr(body)[:80], f"one of {sorted(_TYPES)}")
     kind = _TYPES[body.pop("type")]
     message: Message = _build(kind, body, kind.type)
