@@ -32,7 +32,7 @@ from strataflux.proto.atomics import load_u32
 from strataflux.proto.checksum import copy_crc32c
 from strataflux.proto.compiled import borrowing
 
-__all__ = ["finish_reads", "start_fills", "start_preload"]
+__all__ = ["finish_reads", "section_of", "start_fills", "start_preload"]
 
 _AWAITING = layout.offset_of(layout.SESSION_PAGE, "awaiting")
 _EINTR, _EIO, _EAGAIN, _EINVAL = 4, 5, 11, 22
@@ -240,10 +240,14 @@ def _finish(c: Core, e: Any, window: int, result: int) -> None:
         return
     c.rd[0].read_bytes += result
     c.tables[w.table].read_bytes += result
+    before = w.done
     w.done += result
     if w.done < w.needed:
         c.rd[0].short_reads += 1
         w.done -= w.done % c.tables[w.table].alignment
+        if w.done == before:  # less than a whole unit: the file ends here, and would again
+            _read_failed(c, e, window, 0)
+            return
         _send(c, e, window)
         return
     c.rd[0].read_us_sum += c.rd[0].now_us - w.submitted_us
@@ -274,8 +278,7 @@ def _read_failed(c: Core, e: Any, window: int, result: int) -> None:
     entry = w.chain
     while entry != NONE:
         after = wide(c.slots[entry].next)
-        # Neighbours of a bad sector are read again alone, without it counting as their fault.
-        _give_up(c, entry, w.count == 1)
+        _give_up(c, entry)
         entry = after
     _close_window(c, window)
 
@@ -297,7 +300,7 @@ def _verify(c: Core, base: int, entry: int) -> None:
     if np.uint32(found) != load_u32(c.tables[table].checksums + 4 * oid):
         c.rd[0].corrupt += 1
         c.tables[table].corrupt += 1
-        _give_up(c, entry, True)
+        _give_up(c, entry)
     elif is_draining(c, entry):
         abandon_fill(c, entry)
     else:
@@ -306,16 +309,16 @@ def _verify(c: Core, base: int, entry: int) -> None:
 
 
 @borrowing
-def _give_up(c: Core, entry: int, its_fault: bool) -> None:
-    """A record could not be read: once more, alone; the second time it is quarantined."""
+def _give_up(c: Core, entry: int) -> None:
+    """A record could not be read: once more, alone, so that no neighbour can be at fault; then it is quarantined."""
     slot = c.slots[entry]
     table, oid, tried = wide(slot.table), wide(slot.oid), wide(slot.retries)
     abandon_fill(c, entry)
-    if its_fault and tried >= _RETRIES:
+    if tried >= _RETRIES:
         quarantine(c, table, oid)
         return
     c.rd[0].retries += 1
-    push_again(c, entry, 1 if its_fault else tried)
+    push_again(c, entry, tried + 1)
 
 
 @borrowing

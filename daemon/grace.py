@@ -159,8 +159,14 @@ def begin_session(c: Core, index: int, stamps: int) -> None:
 
 @borrowing
 def end_session(c: Core, index: int) -> None:
-    """Take a session out: its holds are gone and its memory is not looked at again."""
+    """Take a session out: its holds are gone and its memory is not looked at again.
+
+    Its client may be alive inside a step (it sent rubbish, or was too slow), so it is fenced first.
+    """
     c.sessions[index].active = 0
+    store_u32(c.sessions[index].view_page + _FENCED, 1)
+    # SYNC: fenced (publish). Full fence: the flag is visible before the first byte of any refill.
+    fence()
     _drop_holds(c, index)
     last = c.stamp_owner[layout.MAX_SESSIONS] - 1
     for place in range(last + 1):

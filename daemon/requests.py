@@ -179,6 +179,9 @@ def _drop_lowest(c: Core, below: int) -> bool:
             c.buckets[bucket, 0] = wide(c.queue[place].next)
             c.rd[0].queued -= 1
             c.rd[0].dropped_queue += 1
+            session = wide(c.queue[place].session)
+            if session != NONE:
+                c.sessions[session].dropped_queue += 1
             drop(c, place)
             return True
     return False

@@ -24,12 +24,30 @@ from strataflux.proto import layout
 
 __all__ = [
     "ABSENT",
+    "AGE_BUCKETS",
+    "BATCH",
+    "CLASS",
     "FILLING",
+    "FILL_BUCKETS_US",
     "FREE",
+    "MAX_BATCHES",
+    "MAX_QUEUED",
     "NONE",
+    "PENDING_NONE",
+    "PENDING_QUEUED",
+    "PENDING_SEEN",
+    "QUEUED",
+    "READER",
     "RETIRED",
+    "SCORE_BUCKETS",
+    "SECTION",
+    "SESSION",
+    "SLOT",
+    "TABLE",
     "VALID",
+    "WINDOW",
     "Core",
+    "make_core",
 ]
 
 NONE = -1

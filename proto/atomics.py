@@ -23,6 +23,7 @@ __all__ = [
     "U8",
     "U32",
     "U64",
+    "Codegen",
     "add_u64",
     "copy_bytes",
     "fence",

@@ -10,14 +10,17 @@ import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Final, get_args, get_type_hints
 
 from strataflux.proto import layout
 from strataflux.proto.errors import MessageError
 
 __all__ = [
+    "MAX_ATTACHED_TABLES",
+    "MAX_DESCRIPTORS",
     "MESSAGE_MAX_BYTES",
+    "REFUSALS",
     "Draining",
     "Hello",
     "KvGeometry",
@@ -269,7 +272,7 @@ def _bad(subject: str, found: str, expected: str) -> MessageError:
 def _build(kind: Any, body: Any, where: str) -> Any:
     hints = get_type_hints(kind)
     names = {f.name for f in fields(kind)}
-    required = {f.name for f in fields(kind) if f.name not in ("kv", "request", "settings")}
+    required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
     if not isinstance(body, dict) or not required <= body.keys() <= names:
         found = sorted(body) if isinstance(body, dict) else type(body).__name__
         raise _bad(where, f"fields {found}"[:400], f"{sorted(names)}")

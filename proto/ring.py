@@ -32,9 +32,12 @@ from strataflux.proto.compiled import compiled
 from strataflux.proto.errors import RingRightTaken
 
 __all__ = [
+    "DROPPED",
     "EMPTY",
     "HOLE",
+    "LIMIT",
     "READY",
+    "TAIL",
     "Consumer",
     "Producer",
     "Ring",

@@ -28,15 +28,28 @@ from strataflux.proto.errors import (
 )
 
 __all__ = [
+    "CHECKSUMS_FILE",
+    "FORMAT_NAME",
     "FORMAT_VERSION",
+    "HEADER_BYTES",
+    "MANIFEST_FILE",
+    "MANIFEST_MAX_BYTES",
+    "MAX_SECTIONS",
+    "REBUILD",
+    "RECORDS_FILE",
+    "RECORDS_MAGIC",
+    "RECORD_STRIDE",
+    "SECTION_ALIGNMENT",
     "Section",
     "SectionSpec",
     "StoreManifest",
     "canonical_json",
     "identity_digest",
     "load_checksums",
+    "manifest_body",
     "open_store",
     "plan_sections",
+    "records_header",
 ]
 
 FORMAT_VERSION: Final = 1

@@ -28,7 +28,7 @@ from strataflux.proto.atomics import (
 )
 from strataflux.proto.compiled import compiled
 
-__all__ = ["Board", "claim", "finish", "flush", "open_board", "reap", "submit", "work"]
+__all__ = ["Board", "claim", "finish", "flush", "open_board", "reap", "submit", "wait", "work"]
 
 _JOB: Final = JOB.itemsize
 _INTERRUPTED: Final = -4

@@ -4,7 +4,7 @@ from typing import Final
 
 import numpy as np
 
-__all__ = ["BOARD", "CQE", "ENGINE", "JOB", "SQE", "URING"]
+__all__ = ["BOARD", "CQE", "ENGINE", "JOB", "JOB_DONE", "JOB_FREE", "JOB_READY", "SQE", "URING"]
 
 URING: Final = 0
 BOARD: Final = 1

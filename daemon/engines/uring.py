@@ -32,7 +32,7 @@ from strataflux.proto.atomics import (
 )
 from strataflux.proto.compiled import compiled
 
-__all__ = ["UringEngine", "flush", "open_uring", "reap", "submit"]
+__all__ = ["UringEngine", "flush", "open_uring", "reap", "submit", "wait"]
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
 _OP_READ: Final = 22
@@ -174,7 +174,7 @@ def submit(e: Any, window: int, descriptor: int, address: int, length: int, offs
     store_u32(sqe + 28, 0)
     store_u64(sqe + 32, window)
     store_u16(sqe + 40, 0)
-    # SYNC: kernel-sq (publish; read by the kernel in enter). Release: the entry is whole before the tail moves.
+    # The kernel reads the tail in enter. Release: the entry is whole before the tail moves.
     store_release_u32(e[0].sq_tail, np.uint32(tail) + np.uint32(1))
     e[0].unflushed += 1
 
@@ -228,7 +228,7 @@ def wait(e: Any, timeout_us: int, scratch: int) -> int:
 def reap(e: Any, finished: Any) -> int:
     """As :func:`strataflux.daemon.engines.reap`; a doorbell's completion is only taken note of."""
     head = wide(load_u32(e[0].cq_head))
-    # SYNC: kernel-cq (read; published by the kernel). Acquire: entries are read after the tail that covers them.
+    # The kernel published the tail. Acquire: entries are read after the tail that covers them.
     tail = wide(load_acquire_u32(e[0].cq_tail))
     ready = (tail - head) & 0xFFFFFFFF
     count = 0
