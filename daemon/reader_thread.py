@@ -26,7 +26,7 @@ from strataflux.proto.errors import SegmentError
 from strataflux.proto.store_format import SectionSpec
 from strataflux.proto.store_writer import StoreWriter
 
-__all__ = ["EngineFactory", "ReaderSettings", "ReaderThread", "T", "make_engine", "warm_up"]
+__all__ = ["EngineFactory", "ReaderSettings", "ReaderThread", "make_engine", "warm_up"]
 
 T = TypeVar("T")
 
