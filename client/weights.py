@@ -15,7 +15,8 @@ from strataflux.client.errors import MisuseError
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.runtime.models import SETS, ModelConfig
 from strataflux.kernels.refine import record_bytes, refine_addresses
-from strataflux.kernels.select import CHUNK, select_channels, selected_count
+from strataflux.kernels.select import select_channels
+from strataflux.kernels.topk import CHUNK, selected_count
 from strataflux.proto.layout import slot_bytes
 
 __all__ = ["RecordSource", "SetStatistics", "StepDemand", "WeightRefiner", "record_bases", "step_demand"]

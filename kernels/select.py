@@ -17,26 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from strataflux.kernels.topk import CHUNK, quota
 from strataflux.proto.compiled import compiled
 
-__all__ = ["CHUNK", "SCORE_THRESHOLDS", "quota", "select_channels", "select_reference", "selected_count"]
-
-CHUNK = 1024
-"""Input channels that share one budget k."""
+__all__ = ["SCORE_THRESHOLDS", "select_channels", "select_reference"]
 
 SCORE_THRESHOLDS: NDArray[np.float32] = np.exp2(np.arange(255) / 16 - 12).astype(np.float32)
 """``v`` from which the score is at least ``1 + j``; ascending."""
-
-
-def quota(k: int, channels: int) -> int:
-    """How many of ``channels`` (1…1,024, one chunk) are selected with a budget of ``k`` per 1,024."""
-    return min(channels, max(1, round(k * channels / CHUNK))) if k else 0
-
-
-def selected_count(k: int, width: int) -> int:
-    """How many channels of an input of ``width`` channels are selected with a budget of ``k`` per 1,024."""
-    full, rest = divmod(width, CHUNK)
-    return full * quota(k, CHUNK) + (quota(k, rest) if rest else 0)
 
 
 def select_reference(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -70,7 +57,7 @@ def select_channels(x: NDArray[np.float32], k: int, indices: NDArray[np.int64], 
     Args:
         x: [width] float32, contiguous.
         k: channels per 1,024, 0…1,024.
-        indices: at least :func:`selected_count` (k, width) entries, overwritten with ascending channel
+        indices: at least ``selected_count(k, width)`` entries, overwritten with ascending channel
             numbers.
         scores: as long, overwritten with the scores.
 

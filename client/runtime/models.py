@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 __all__ = ["SETS", "DecoderWeights", "LayerWeights", "ModelConfig", "ModelConfigError", "WeightSource"]
@@ -111,6 +112,11 @@ class LayerWeights:
     mlp_norm: Tensor
     projections: Mapping[str, Tensor]
 
+    def to(self, device: torch.device) -> "LayerWeights":
+        """The same layer on ``device``."""
+        matrices = {name: matrix.to(device) for name, matrix in self.projections.items()}
+        return LayerWeights(self.attention_norm.to(device), self.mlp_norm.to(device), matrices)
+
 
 class WeightSource(Protocol):
     """Where weights come from, read when asked for and not kept. Tensors are float32, rows by outputs."""
@@ -150,3 +156,10 @@ class DecoderWeights:
         head = embedding if source.config.tied_head else source.head()
         layers = [source.layer(index) for index in range(source.config.layers)]
         return cls(source.config, embedding, source.norm(), head, layers)
+
+    def to(self, device: torch.device) -> "DecoderWeights":
+        """The same weights on ``device``; a tied head stays one tensor with the embedding."""
+        embedding = self.embedding.to(device)
+        head = embedding if self.config.tied_head else self.head.to(device)
+        layers = [layer.to(device) for layer in self.layers]
+        return DecoderWeights(self.config, embedding, self.norm.to(device), head, layers)

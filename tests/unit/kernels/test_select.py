@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from strataflux.kernels.select import select_channels, select_reference, selected_count
+from strataflux.kernels.select import select_channels, select_reference
+from strataflux.kernels.topk import largest_mask, selected_count
 
 
 def select(x: NDArray[np.float32], k: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
@@ -88,3 +89,17 @@ def test_a_chunk_is_scored_against_its_own_maximum() -> None:
     indices, scores = select(x, 1)
     assert indices.tolist() == [5, 1030]
     assert scores.tolist() == [193, 193]
+
+
+@pytest.mark.parametrize("k", [0, 1, 32, 100, 1024])
+@pytest.mark.parametrize("width", [7, 576, 1030, 2048])
+def test_many_inputs_at_once_select_what_each_alone_does(width: int, k: int) -> None:
+    x = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(width + k))
+    mask = largest_mask(x, k)
+    for row, chosen in zip(x.view(-1, width), mask.view(-1, width), strict=True):
+        assert chosen.nonzero().flatten().tolist() == select(row.numpy(), k)[0].tolist()
+
+
+def test_many_inputs_rank_nan_as_zero_and_infinity_first() -> None:
+    x = torch.tensor([[math.nan, 1.0, -math.inf, 2.0]])
+    assert largest_mask(x, 512).tolist() == [[False, False, True, True]]
