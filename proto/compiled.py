@@ -94,8 +94,8 @@ def _compile(fn: F, *, counting: bool) -> F:
         previous = _numba_config.CACHE_DIR
         _numba_config.CACHE_DIR = folder
         try:
-            decorate = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy", _nrt=counting)
-            return cast(F, decorate(fn))
+            options: dict[str, Any] = {"boundscheck": False, "error_model": "numpy", "_nrt": counting}
+            return cast(F, numba.njit(nogil=True, cache=True, **options)(fn))
         finally:
             _numba_config.CACHE_DIR = previous
 
