@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from strataflux.daemon import cache, reader
+from strataflux.daemon import cache, engines, reader
 from strataflux.daemon.engines.board import Board, open_board
 from strataflux.daemon.engines.uring import UringEngine, open_uring
 from strataflux.daemon.errors import DaemonError, ReaderFailed, Refusal
@@ -29,6 +29,8 @@ from strataflux.proto.store_writer import StoreWriter
 __all__ = ["EngineFactory", "ReaderSettings", "ReaderThread", "make_engine", "warm_up"]
 
 T = TypeVar("T")
+
+_DRAIN_WAIT_US = 10_000  # for one completion; the loop goes on until there are none to come
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,11 @@ class ReaderThread:
         """Take a session out and fold its last counters in. Unknown indices are ignored (it may be closed already)."""
 
         def leave() -> None:
-            if index in self._tier.rows:
-                with self._fold_lock:
+            # As one for whoever takes statistics: a session counted after its last count would be counted twice.
+            with self._fold_lock:
+                if index in self._tier.rows:
                     self._fold.close(self._tier, index)
-                self._tier.close_session(index)
+                    self._tier.close_session(index)
 
         self.execute(leave)
 
@@ -217,27 +220,39 @@ class ReaderThread:
     def _main(self) -> None:
         try:
             self._engine = self._engine_factory(self._tier, self.settings)
-        except DaemonError as error:
+        except Exception as error:
+            self._closed = True
             self._tier.close()
-            self._started.set_exception(error)
+            self._started.set_exception(_start_error(error))
             return
-        core, state = self._tier.core, self._engine.state
         try:
-            # A first run that returns at once: machine code is made or loaded before anybody is told "started".
-            core.rd[0]["commands"] = 1
-            reader.run(core, state)
-            self._started.set_result(None)
-            self._run_commands()
-            while not self._stopping:
-                reader.run(core, state)
-                self._run_commands()
-            while core.rd[0]["in_flight"]:
-                reader.sweep(core, state)
+            self._live()
+            self._engine.close()
+            with self._fold_lock:
+                self._tier.close()
+        except Exception as error:
+            if self._started.done():
+                raise
             self._engine.close()
             self._tier.close()
+            self._started.set_exception(_start_error(error))
         finally:
             self._closed = True
             self._fail_commands()
+
+    def _live(self) -> None:
+        core, state = self._tier.core, self._engine.state
+        # A first run that returns at once: machine code is made or loaded before anybody is told "started".
+        core.rd[0]["commands"] = 1
+        reader.run(core, state)
+        self._started.set_result(None)
+        self._run_commands()
+        while not self._stopping:
+            reader.run(core, state)
+            self._run_commands()
+        while core.rd[0]["in_flight"]:
+            engines.wait(state, _DRAIN_WAIT_US, core.scratch.ctypes.data)
+            reader.sweep(core, state)
 
     def _run_commands(self) -> None:
         # Cleared first: a command that comes now sets it again and is seen in the next turn at the latest.
@@ -253,6 +268,15 @@ class ReaderThread:
         while self._commands:
             _, future = self._commands.popleft()
             future.set_exception(ReaderFailed("reader thread", "stopping", "running", "attach to the next daemon"))
+
+
+def _start_error(error: Exception) -> Exception:
+    """What ``start`` raises for what stopped the thread before it was started."""
+    if isinstance(error, DaemonError):
+        return error
+    failed = ReaderFailed("reader thread", f"{type(error).__name__}: {error}", "a start", "see the log; report this")
+    failed.__cause__ = error
+    return failed
 
 
 def warm_up() -> None:
