@@ -76,10 +76,11 @@ def _show(output: Output, demo: "Demo", settings: "DemoSettings") -> None:
     from strataflux.client.cli.table import comparison_table
     from strataflux.client.demo.model import MODEL_NAME
 
+    session = demo.sessions["refined_skip"]
     output.print(
         f"\n{MODEL_NAME}, 3 bits in groups of 64, k = {settings.k} channels per 1,024; {settings.tokens} tokens of "
         f"pydoc_data.topics\nRAM cache {demo.cache_bytes / 1e6:.1f} MB, {settings.cache_share:.0%} of the refinement "
-        f"bits; engine {demo.session.engine}, {demo.session.direct_io} reads\n"
+        f"bits; engine {session.engine}, {session.direct_io} reads\n"
     )
     output.print(comparison_table({_NAMES[name]: row for name, row in demo.rows.items()}))
     for name in ("refined_skip", "refined_wait"):
@@ -102,8 +103,13 @@ def _emit(output: Output, demo: "Demo", settings: "DemoSettings", prepared: "Pre
     from strataflux.client.demo.model import MODEL_NAME
 
     rows = {name: row.to_json() | {"sentence": demo.sentences[name]} for name, row in demo.rows.items()}
-    for name in ("refined_skip", "refined_wait"):
-        rows[name]["kl_ratio"] = _ratio(demo, name)
+    for name, session in demo.sessions.items():
+        rows[name] |= {
+            "kl_ratio": _ratio(demo, name),
+            "waits": session.waits,
+            "deadlines_exceeded": session.deadlines_exceeded,
+            "steps_invalid": session.steps_invalid,
+        }
     output.result(
         {
             "model": MODEL_NAME,
@@ -112,9 +118,8 @@ def _emit(output: Output, demo: "Demo", settings: "DemoSettings", prepared: "Pre
             "k": settings.k,
             "cache_bytes": demo.cache_bytes,
             "store_slot_bytes": demo.store_bytes,
-            "steps_invalid": demo.steps_invalid,
-            "engine": demo.session.engine,
-            "direct_io": demo.session.direct_io,
+            "engine": demo.sessions["refined_skip"].engine,
+            "direct_io": demo.sessions["refined_skip"].direct_io,
             "prepared": prepared.folder,
             "prepared_now": made,
             "seconds": demo.seconds,

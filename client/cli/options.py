@@ -25,7 +25,9 @@ _UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, 
 _SIZE: Final = re.compile(r"(\d{1,15}) ?(B|KiB|MiB|GiB|TiB)?")
 _SHARE: Final = re.compile(r"(\d{1,3}(?:\.\d+)?) ?%")
 
-PreparedArgument = Annotated[Path, typer.Argument(help="A prepared model (see strataflux prepare).")]
+PreparedArgument = Annotated[
+    Path, typer.Argument(metavar="PREPARED", help="A prepared model (see strataflux prepare).")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON object to stdout, all else to stderr.")]
 ChannelsOption = Annotated[
     int | None,

@@ -58,8 +58,8 @@ class Demo:
 
     rows: dict[str, Row]
     sentences: dict[str, str]
-    session: SessionStats
-    steps_invalid: int
+    sessions: dict[str, SessionStats]
+    """What each refined row's session counted while the text was scored."""
     cache_bytes: int
     store_bytes: int
     leftovers: Leftovers
@@ -80,8 +80,7 @@ def run_demo(source: ModelSource, prepared: PreparedModel, settings: DemoSetting
     return Demo(
         rows=run.rows,
         sentences=run.sentences,
-        session=run.sessions[0],
-        steps_invalid=sum(session.steps_invalid for session in run.sessions),
+        sessions=run.sessions,
         cache_bytes=run.cache_bytes,
         store_bytes=store_slot_bytes(prepared.config),
         leftovers=run.leftovers,
@@ -104,7 +103,7 @@ class _Run:
         self._weights: DecoderWeights
         self.rows: dict[str, Row] = {}
         self.sentences: dict[str, str] = {}
-        self.sessions: list[SessionStats] = []
+        self.sessions: dict[str, SessionStats] = {}
         self.leftovers = Leftovers()
         self.seconds: dict[str, float] = {}
 
@@ -151,7 +150,7 @@ class _Run:
         ):
             result = score(model.step, self._reference, advance)
             self.rows[name] = refined_row(result, model, control.stats().reads.bytes)
-            self.sessions.append(model.stats())
+            self.sessions[name] = model.stats()
             model.reset()
             self.sentences[name] = one_sentence(model.step, self._tokenizer)
 

@@ -119,7 +119,9 @@ def test_demo(place: Place) -> None:
         assert row["bytes_read"] > 0
         assert row["tokens_per_second"] > 0
         assert row["sentence"]
-    assert (first["tokens"], first["k"], first["steps_invalid"]) == (512, 32, 0)
+        assert (row["steps_invalid"], row["deadlines_exceeded"]) == (0, 0)
+    assert first["refined_wait"]["waits"] > first["refined_skip"]["waits"] == 0
+    assert (first["tokens"], first["k"]) == (512, 32)
     assert first["engine"] in ("uring", "threads")
     assert first["direct_io"] in ("direct", "buffered")
     assert (first["leftovers"], first["leftover_names"], place.leftovers()) == (0, [], [])
