@@ -28,10 +28,11 @@ demo: setup  ## Show a low-bit model getting its accuracy back through the daemo
 test: setup  ## Run all tests this machine can run
 	$(PYTHON) -m pytest
 
-check: setup  ## Lint, format, types, version against changelog, generated code against its source
+check: setup  ## Lint, format, types, version, generated code, and systemd units, alerts and dashboard by their own tools
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
 	$(PYTHON) -m mypy
+	$(PYTHON) -m pytest -q tests/unit/systemd
 	@grep -q '^## $(VERSION)\b' CHANGELOG.md || \
 	    { echo "CHANGELOG.md has no section for version $(VERSION) of pyproject.toml: add it" >&2; exit 1; }
 	@out=$$(mktemp -d); trap 'rm -rf "$$out"' EXIT; \

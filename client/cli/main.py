@@ -21,7 +21,7 @@ from strataflux.proto.errors import ContractError
 
 __all__ = ["COMMANDS", "build_app", "main"]
 
-COMMANDS: tuple[str, ...] = ("demo", "prepare", "eval", "generate", "bench")
+COMMANDS: tuple[str, ...] = ("demo", "prepare", "eval", "generate", "bench", "install_service")
 """Modules of ``strataflux.client.cli`` that hold commands, in the order ``--help`` lists them."""
 
 

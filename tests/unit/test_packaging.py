@@ -13,7 +13,7 @@ import pytest
 import strataflux
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("daemon", "client", "proto", "kernels", "cache_policy")
+FOLDERS = ("daemon", "client", "proto", "kernels", "cache_policy", "systemd")
 
 
 def project() -> dict[str, Any]:
