@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import selectors
+import shlex
 import shutil
 import signal
 import socket
@@ -31,7 +32,6 @@ __all__ = ["PrivateDaemon"]
 _LEAST_CACHE_BYTES: Final = 1 << 20
 _LONGEST_FOLDER: Final = 60
 """Of the 107 bytes of a socket's address, what the names below our folder leave."""
-_LOG_TAIL: Final = 2000
 _EXPLANATION: Final = re.compile(
     r"^stratafluxd: error: (.*)\n  found:    (.*)\n  expected: (.*)\n  remedy:   (.*)$", re.MULTILINE
 )
@@ -192,9 +192,13 @@ class PrivateDaemon:
 
     def _unavailable(self, found: str) -> DaemonUnavailableError:
         assert self._running is not None
-        tail = (self._running.folder / "log").read_text(errors="replace")[-_LOG_TAIL:].strip()
+        said = (self._running.folder / "log").read_text(errors="replace").strip().splitlines()
+        by_hand = shlex.join(["stratafluxd", *self._arguments])
         return DaemonUnavailableError(
-            "stratafluxd", found, "a daemon that starts", f"its last words: {tail}" if tail else "it said nothing"
+            "stratafluxd",
+            f"{found}; its last words: {said[-1]}" if said else f"{found}, without a word",
+            "a daemon that starts",
+            f"see all it says: {by_hand}",
         )
 
 

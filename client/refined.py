@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strataflux.cache_policy.miss import MissPolicy, Skip
+from strataflux.client.errors import MisuseError
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.runtime.decoder import Decoder, Refiner, Unrefined
 from strataflux.client.runtime.models import SETS, DecoderWeights, ModelConfig
@@ -109,7 +110,12 @@ class RefinedModel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except MisuseError:
+            # Ctrl-C between two lines of a step's beginning or end leaves it open, and is what should be told.
+            if error is None:
+                raise
 
     def _again(self, token: int) -> Tensor:
         # The invalid step's key and value are overwritten; those before it come from valid steps.

@@ -94,6 +94,7 @@ def test_an_end_before_ready(program: str, found: str, base: Path, monkeypatch: 
     with pytest.raises(DaemonUnavailableError, match="ouch") as unavailable:
         daemon().start()
     assert found in unavailable.value.found
+    assert "stratafluxd --weight-cache=" in unavailable.value.remedy
     assert list(base.iterdir()) == []
 
 

@@ -107,6 +107,24 @@ def test_a_daemon_that_dies_costs_refinement_of_what_was_absent_only(
         assert torch.equal(model.step(TOKENS[0]), first)
 
 
+def leave_inside_a_step(model: RefinedModel, error: BaseException | None) -> None:
+    with model:
+        model._session.step().__enter__()
+        if error is not None:
+            raise error
+
+
+def test_an_interrupt_between_the_lines_of_a_step_stays_what_it_is(prepared: PreparedModel, daemon: FakeDaemon) -> None:
+    model = attach(prepared, daemon)
+    with pytest.raises(KeyboardInterrupt):
+        leave_inside_a_step(model, KeyboardInterrupt())
+    model._session._end()
+    with pytest.raises(MisuseError, match="open"):
+        leave_inside_a_step(model, None)
+    model._session._end()
+    model.close()
+
+
 def test_waiting_is_refused_where_a_set_does_not_fit(prepared: PreparedModel, daemon: FakeDaemon) -> None:
     daemon.refuse_next = Refuse("too_large", "a set", "less", "raise weight_bytes")
     with pytest.raises(RefusedError, match="raise weight_bytes"):
