@@ -54,7 +54,7 @@ def test_a_user_service_needs_no_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setattr(module.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert leave("install-service", "--user", "--program=/home/a b/50%/stratafluxd") == 0
     unit = (tmp_path / "config/systemd/user/stratafluxd.service").read_text()
     assert 'ExecStartPre="/home/a b/50%%/stratafluxd" --compile' in unit
@@ -63,7 +63,7 @@ def test_a_user_service_needs_no_root(
 
 
 def test_the_machine_needs_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(module.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert leave("install-service", "--program=/opt/sf/stratafluxd") == 2
     assert "uid 1000" in capsys.readouterr().err
 
