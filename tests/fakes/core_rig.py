@@ -20,6 +20,7 @@ from strataflux.daemon.tier import Tier
 from strataflux.proto import layout
 from strataflux.proto.store_format import SectionSpec
 from strataflux.proto.store_writer import StoreWriter
+from tests.fakes.board_worker import BoardWorker
 
 PAGE = layout.CACHE_PAGE_BYTES
 
@@ -181,22 +182,62 @@ class Rig:
         grace.close_batch(self.core)
         return int(grace.recycle(self.core))
 
+    def integrity(self) -> int:
+        """0, or the code of the first broken invariant of the cache."""
+        return int(cache.check_integrity(self.core))
+
     def intact(self) -> None:
         """Assert every invariant of the cache."""
-        assert cache.check_integrity(self.core) == 0
+        assert self.integrity() == 0
 
     def record(self, oid: int, store: int = 0) -> bytes:
         """What the file says a record is."""
         return record_of(self.tier, store, oid)
 
+    def entries(self, store: int = 0) -> NDArray[np.uint32]:
+        """The directory of a store, live."""
+        count = self.tier.stores[store].manifest.record_count
+        return np.frombuffer(self.tier.directories[store]._mapping, np.uint32, count)
+
     def entry(self, oid: int, store: int = 0) -> int:
         """A record's directory entry."""
-        return int(directory_of(self.tier, store)[oid])
+        return int(self.entries(store)[oid])
 
     def close(self) -> None:
         """Drop everything; nothing may be in flight."""
         self.engine.close()
         self.tier.close()
+
+
+class Disk:
+    """A rig whose reads a breakable worker completes, with one client."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.client = Client(rig.tier)
+        assert isinstance(rig.engine, Board)
+        self.worker = BoardWorker(rig.engine)
+
+    def settle(self) -> None:
+        """Turn the loop and the worker until nothing is left to do."""
+        self.rig.sweep()
+        while self.worker.work() or self.rig.rd["queued"] or self.rig.rd["in_flight"]:
+            self.rig.sweep()
+        self.rig.sweep()
+        self.rig.intact()
+
+    def fill(self, *oids: int) -> None:
+        """Ask for records and let everything happen."""
+        assert self.client.ask(oids) == 0
+        self.settle()
+
+    def count(self, *names: str) -> tuple[int, ...]:
+        """Counters of the reader."""
+        return tuple(int(self.rig.rd[name]) for name in names)
+
+    def check_served(self, *oids: int) -> None:
+        """These are resident, with the file's bytes."""
+        assert self.client.read(oids) == [self.rig.record(oid) for oid in oids]
 
 
 def record_of(tier: Tier, store: int, oid: int) -> bytes:
@@ -206,11 +247,6 @@ def record_of(tier: Tier, store: int, oid: int) -> bytes:
     with manifest.records_path.open("rb") as file:
         file.seek(section.offset + (oid - section.first_oid) * section.stride)
         return file.read(section.record_bytes)
-
-
-def directory_of(tier: Tier, store: int) -> NDArray[np.uint32]:
-    """The directory of a store, live."""
-    return np.frombuffer(tier.directories[store]._mapping, np.uint32, tier.stores[store].manifest.record_count)
 
 
 def bytes_at(address: int, count: int) -> bytes:

@@ -9,43 +9,13 @@ from strataflux.cache_policy import budget
 from strataflux.daemon import cache
 from strataflux.daemon.state import FILLING, VALID
 from strataflux.proto import layout
-from tests.fakes.board_worker import FLIPPED, SHORT, BoardWorker, Fault, always, covering, in_turn
-from tests.fakes.core_rig import Client, Rig, make_store
+from tests.fakes.board_worker import FLIPPED, SHORT, Fault, always, covering, in_turn
+from tests.fakes.core_rig import Client, Disk, Rig, make_store
 
 RECORDS, BYTES, STRIDE, UNIT = 64, 1000, 1024, 512
 FIRST = 4096  # offset of record 0
 BAD = layout.ENTRY_QUARANTINED
 EIO, EINVAL, EINTR, EAGAIN = (Fault(kind) for kind in ("eio", "einval", "eintr", "eagain"))
-
-
-class Disk:
-    """A rig whose reads a breakable worker completes, with one client."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.rig = rig
-        self.client = Client(rig.tier)
-        self.worker = BoardWorker(rig.engine)  # type: ignore[arg-type]
-
-    def settle(self) -> None:
-        """Turn the loop and the worker until nothing is left to do."""
-        self.rig.sweep()
-        while self.worker.work() or self.rig.rd["queued"] or self.rig.rd["in_flight"]:
-            self.rig.sweep()
-        self.rig.sweep()
-        self.rig.intact()
-
-    def fill(self, *oids: int) -> None:
-        """Ask for records and let everything happen."""
-        assert self.client.ask(oids) == 0
-        self.settle()
-
-    def count(self, *names: str) -> tuple[int, ...]:
-        """Counters of the reader."""
-        return tuple(int(self.rig.rd[name]) for name in names)
-
-    def check_served(self, *oids: int) -> None:
-        """These are resident, with the file's bytes."""
-        assert self.client.read(oids) == [self.rig.record(oid) for oid in oids]
 
 
 @pytest.fixture
