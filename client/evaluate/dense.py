@@ -80,11 +80,15 @@ def dense_score(model: DenseModel, reference: Reference) -> Score:
     """Score ``model`` over the reference's text."""
     log_q = torch.log_softmax(dense_logits(model, reference.tokens[:-1]), -1)
     surprise = -_of_targets(log_q, reference.tokens).double().cpu().numpy()
-    pairs = zip(reference.log_probabilities.split(_ROWS), log_q.split(_ROWS), strict=True)
+    pairs = zip(_rows(reference.log_probabilities), _rows(log_q), strict=True)
     exact, top = (
         torch.cat(parts).cpu().numpy() for parts in zip(*(_divergences(*pair) for pair in pairs), strict=True)
     )
     return Score(surprise, exact, top)
+
+
+def _rows(log_p: Tensor) -> list[Tensor]:
+    return [log_p[start : start + _ROWS] for start in range(0, log_p.shape[0], _ROWS)]
 
 
 def _of_targets(log_q: Tensor, tokens: Sequence[int]) -> Tensor:

@@ -39,7 +39,7 @@ def run_block(
 
 def _attend(config: ModelConfig, qkv: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
     """The heads' mixed values [sequences, n, heads · head_dim] of queries, keys and values [sequences, n, rows]."""
-    heads = qkv.unflatten(-1, (-1, config.head_dim))
+    heads = qkv.view(*qkv.shape[:-1], -1, config.head_dim)
     turned = rotate(heads[..., : -config.kv_heads, :], turns[0][:, None], turns[1][:, None]).transpose(1, 2)
     values = heads[..., -config.kv_heads :, :].transpose(1, 2)
     queries, keys = turned[:, : config.heads], turned[:, config.heads :]
