@@ -21,6 +21,8 @@ from strataflux.proto.errors import ContractError
 
 __all__ = ["COMMANDS", "build_app", "main"]
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 COMMANDS: tuple[str, ...] = ("demo", "prepare", "eval", "generate", "bench", "install_service")
 """Modules of ``strataflux.client.cli`` that hold commands, in the order ``--help`` lists them."""
 
@@ -55,20 +57,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal's number, so 130 for Ctrl-C, when it was told to end. What it started is stopped in each case.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    told: list[int] = []
+
+    def leave(number: int, _frame: FrameType | None) -> NoReturn:
+        told.append(number)
+        raise SystemExit(128 + number)  # unwinds, so that a command stops what it started
+
+    before = {number: signal.signal(number, leave) for number in _SIGNALS}
     try:
         build_app()(args=words, prog_name="strataflux")
-    except (StrataFluxError, ContractError) as error:
-        print_error(error, as_json="--json" in words)
-        sys.exit(EXIT_ERROR)
-    except OSError as error:
-        print_error(error, as_json="--json" in words)
-        sys.exit(EXIT_FAILURE)
+    except Exception as error:
+        # Some libraries turn what unwinds through them into an error of their own; the signal is what happened.
+        code = 128 + told[0] if told else _exit_code(error)
+        if code is None:
+            raise
+        if not told:
+            print_error(error, as_json="--json" in words)
+        sys.exit(code)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _leave(number: int, _frame: FrameType | None) -> NoReturn:
-    """Unwind as Ctrl-C does, so that a command stops what it started."""
-    raise SystemExit(128 + number)
+def _exit_code(error: Exception) -> int | None:
+    """What an error leaves with; None for those that are nobody's to explain but a bug's."""
+    if isinstance(error, StrataFluxError | ContractError):
+        return EXIT_ERROR
+    return EXIT_FAILURE if isinstance(error, OSError) else None

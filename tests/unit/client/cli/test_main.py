@@ -1,4 +1,5 @@
 import json
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -79,6 +80,39 @@ def test_refusal_with_json_is_one_object(failing: None, capsys: pytest.CaptureFi
         "expected": "llama or qwen3",
         "remedy": "choose another model",
     }
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("swallowed", [False, True])
+def test_a_signal_unwinds_and_decides_the_code(
+    number: signal.Signals, swallowed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unwound: list[bool] = []
+
+    def register(app: typer.Typer) -> None:
+        @app.command()
+        def work() -> None:
+            try:
+                signal.raise_signal(number)
+            except BaseException as error:
+                if swallowed:
+                    raise RuntimeError("what a library makes of it") from error
+                raise
+            finally:
+                unwound.append(True)
+
+        @app.command()
+        def rest() -> None:
+            pass
+
+    monkeypatch.setattr(module, "COMMANDS", ("work",))
+    monkeypatch.setattr(
+        module, "importlib", SimpleNamespace(import_module=lambda name: SimpleNamespace(register=register))
+    )
+    before = signal.getsignal(number)
+    assert leave("work") == 128 + number
+    assert (unwound, signal.getsignal(number)) == ([True], before)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_every_command_registers() -> None:
