@@ -239,7 +239,8 @@ def code_offsets(bits: int, refine_bits: int, device: torch.device | str = "cpu"
         return torch.zeros(2**bits, device=device)
     low, width = _interval(code, bits)
     part = (torch.arange(2**refine_bits) + 0.5) / 2**refine_bits
-    return (low + width * part - code).flatten().to(device)
+    offsets: Tensor = (low + width * part - code).flatten()
+    return offsets.to(device)
 
 
 def _interval(code: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -283,7 +284,7 @@ def encode_tiles(keys: Tensor, values: Tensor, form: KvFormat) -> EncodedTiles:
 
 def pack_groups(key_codes: Tensor, value_codes: Tensor, form: KvFormat) -> Tensor:
     """Records [..., groups, record_bytes] of refinement codes [..., tokens, D], tokens a multiple of a group."""
-    grouped = (t.unflatten(-2, (-1, form.group_tokens)).flatten(-2) for t in (key_codes, value_codes))
+    grouped = (t.reshape(*t.shape[:-2], t.shape[-2] // form.group_tokens, -1) for t in (key_codes, value_codes))
     widths = (form.refine_key_bits, form.refine_value_bits)
     return torch.cat([pack_stream(t, bits) for t, bits in zip(grouped, widths, strict=True)], -1)
 
@@ -292,6 +293,7 @@ def unpack_groups(records: Tensor, form: KvFormat) -> tuple[Tensor, Tensor]:
     """Refinement codes of keys and values [..., group_tokens, D] of ``records`` [..., record_bytes]."""
     count = form.group_tokens * form.head_dim
     edge = stream_bytes(form.refine_key_bits, count)
-    shape = (form.group_tokens, form.head_dim)
-    keys = unpack_stream(records[..., :edge], form.refine_key_bits, count).unflatten(-1, shape)
-    return keys, unpack_stream(records[..., edge:], form.refine_value_bits, count).unflatten(-1, shape)
+    shape = (*records.shape[:-1], form.group_tokens, form.head_dim)
+    keys = unpack_stream(records[..., :edge], form.refine_key_bits, count)
+    values = unpack_stream(records[..., edge:], form.refine_value_bits, count)
+    return keys.reshape(shape), values.reshape(shape)

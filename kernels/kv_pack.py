@@ -61,8 +61,9 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     parts = []
     for width, low in planes_of(bits):
         plane = (codes >> low) & ((1 << width) - 1)
-        shared = plane.unflatten(-2, (-1, 8 // width)) << _shifts(width, codes.device)[:, None]
-        parts.append(shared.sum(-2, dtype=torch.uint8).flatten(-2))
+        sharing = plane.reshape(*plane.shape[:-2], TILE_TOKENS * width // 8, 8 // width, plane.shape[-1])
+        shifted = sharing << _shifts(width, codes.device)[:, None]
+        parts.append(shifted.sum(-2, dtype=torch.uint8).flatten(-2))
     return torch.cat(parts, -1)
 
 
@@ -78,7 +79,7 @@ def unpack_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     at = 0
     for width, low in planes_of(bits):
         size = TILE_TOKENS * head_dim * width // 8
-        rows = packed[..., at : at + size].unflatten(-1, (-1, 1, head_dim))
+        rows = packed[..., at : at + size].reshape(*packed.shape[:-1], TILE_TOKENS * width // 8, 1, head_dim)
         plane = (rows >> _shifts(width, packed.device)[:, None]) & ((1 << width) - 1)
         codes |= plane.flatten(-3, -2) << low
         at += size
@@ -108,7 +109,7 @@ def pack_stream(codes: Tensor, bits: int) -> Tensor:
     if stream_bytes(bits, codes.shape[-1]) == 0:
         return codes.new_empty((*codes.shape[:-1], 0))
     # Eight codes fill exactly `bits` bytes: at most 32 bits, which an int64 word holds.
-    eights = codes.unflatten(-1, (-1, 8)).long()
+    eights = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8).long()
     words = (eights << (bits * torch.arange(8, device=codes.device))).sum(-1, keepdim=True)
     return ((words >> (8 * torch.arange(bits, device=codes.device))) & 255).to(torch.uint8).flatten(-2)
 
@@ -123,6 +124,6 @@ def unpack_stream(packed: Tensor, bits: int, count: int) -> Tensor:
         raise ValueError(f"{packed.shape[-1]} bytes; {count} codes of {bits} bits take {stream_bytes(bits, count)}")
     if bits == 0:
         return packed.new_zeros((*packed.shape[:-1], count))
-    bytes_ = packed.unflatten(-1, (-1, bits)).long()
+    bytes_ = packed.reshape(*packed.shape[:-1], count // 8, bits).long()
     words = (bytes_ << (8 * torch.arange(bits, device=packed.device))).sum(-1, keepdim=True)
     return ((words >> (bits * torch.arange(8, device=packed.device))) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
