@@ -19,6 +19,7 @@ __all__ = [
     "AttachConfig",
     "CacheConfig",
     "Config",
+    "HealthConfig",
     "LifeConfig",
     "LogConfig",
     "MetricsConfig",
@@ -101,6 +102,17 @@ class LifeConfig:
 
 
 @dataclass(frozen=True)
+class HealthConfig:
+    """``[health]``. Behaviour."""
+
+    limit_seconds: float = key(values.seconds(0.01, 600), 2.0)
+    """The service is not ready while the reader and one read of each device take longer; longer suits disks that
+    sleep."""
+    interval_seconds: float = key(values.seconds(0.1, 3600), 10.0)
+    """Between two such looks; each costs one small read of each store."""
+
+
+@dataclass(frozen=True)
 class MetricsConfig:
     """``[metrics]``. Behaviour."""
 
@@ -126,6 +138,7 @@ class Config:
     reader: ReaderConfig = field(default_factory=ReaderConfig)
     attach: AttachConfig = field(default_factory=AttachConfig)
     life: LifeConfig = field(default_factory=LifeConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -157,6 +170,7 @@ def resolve_config(
         "reader": ReaderConfig,
         "attach": AttachConfig,
         "life": LifeConfig,
+        "health": HealthConfig,
         "metrics": MetricsConfig,
         "log": LogConfig,
     }

@@ -27,6 +27,7 @@ from strataflux.daemon.config import Config
 from strataflux.daemon.errors import RuntimeFolderError
 from strataflux.daemon.health import Health
 from strataflux.daemon.interface import Reader, ServedStore
+from strataflux.daemon.rpc_counter import RpcCounter
 from strataflux.proto import control_pb2, control_pb2_grpc, layout
 from strataflux.proto.store_format import canonical_json
 
@@ -75,7 +76,7 @@ class ReaderMethods(control_pb2_grpc.ControlServicer):
             generation=reader.generation,
             pid=os.getpid(),
             state=service.health.state,
-            degraded=service.health.reasons,
+            degraded={**service.health.reasons, **service.health.obstacles},
             engine=reader.engine,
             direct_io=reader.direct_io,
             registered_buffers=reader.registered_buffers,
@@ -201,6 +202,7 @@ class ControlPlane:
         self.addresses = {READER: folder / "reader.sock", ADMIN: folder / "admin.sock"}
         self._service = service
         self._stopping = asyncio.Event()
+        self.rpcs = RpcCounter(SERVICE_NAME)
         # event loop only
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._servers: list[grpc.aio.Server] = []
@@ -212,7 +214,7 @@ class ControlPlane:
             RuntimeFolderError: a socket cannot be bound.
         """
         for methods in (ReaderMethods(self._service, self._stopping), AdminMethods(self._service, self._stopping)):
-            server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
+            server = grpc.aio.server(interceptors=(self.rpcs,), options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
             control_pb2_grpc.add_ControlServicer_to_server(methods, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             path = self.addresses[methods.role]

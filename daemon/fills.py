@@ -26,7 +26,7 @@ from strataflux.daemon.cache import (
     slot_address,
 )
 from strataflux.daemon.requests import drop, pop, push_again, put_back, release
-from strataflux.daemon.state import FILL_BUCKETS_US, NONE, Core
+from strataflux.daemon.state import DEPTH_BUCKETS, FILL_BUCKETS_US, NONE, Core
 from strataflux.proto import layout
 from strataflux.proto.atomics import load_u32
 from strataflux.proto.checksum import copy_crc32c
@@ -40,6 +40,7 @@ _KEY_SHIFT = 32
 _OID = 0xFFFFFFFF
 _PIN_AT_MOST = 60_000
 _BUCKETS_US = np.array(FILL_BUCKETS_US, np.int64)
+_DEPTHS = np.array(DEPTH_BUCKETS, np.int64)
 _RETRIES = 1
 
 
@@ -219,6 +220,8 @@ def _send(c: Core, e: Any, window: int) -> None:
     w.direct = table.direct
     engines.submit(e, window, table.descriptor, w.buffer + w.done, w.length - w.done, w.offset + w.done)
     c.rd[0].reads += 1
+    c.rd[0].depth_sum += c.rd[0].in_flight
+    c.depths[_bucket(_DEPTHS, c.rd[0].in_flight)] += 1
 
 
 @borrowing
@@ -250,7 +253,9 @@ def _finish(c: Core, e: Any, window: int, result: int) -> None:
             return
         _send(c, e, window)
         return
-    c.rd[0].read_us_sum += c.rd[0].now_us - w.submitted_us
+    took = c.rd[0].now_us - w.submitted_us
+    c.rd[0].read_us_sum += took
+    c.read_us[_bucket(_BUCKETS_US, took)] += 1
     entry = w.chain
     while entry != NONE:
         after = wide(c.slots[entry].next)
@@ -326,10 +331,7 @@ def _count_fill(c: Core, entry: int) -> None:
     """Statistics of a fill, and the pin of one that a client is waiting for."""
     slot = c.slots[entry]
     took = (c.rd[0].now_us - wide(slot.asked_us)) & _OID
-    bucket = 0
-    while bucket < len(_BUCKETS_US) and took > _BUCKETS_US[bucket]:
-        bucket += 1
-    c.fill_us[bucket] += 1
+    c.fill_us[_bucket(_BUCKETS_US, took)] += 1
     c.rd[0].fill_us_sum += took
     session = wide(slot.session)
     if session != NONE:
@@ -338,6 +340,15 @@ def _count_fill(c: Core, entry: int) -> None:
         left = later_by(deadline, c.rd[0].clock)
         if deadline and 0 < left <= _PIN_AT_MOST:
             slot.pinned = deadline
+
+
+@borrowing
+def _bucket(bounds: Any, value: int) -> int:
+    """The first bound that ``value`` does not exceed; one more than there are for the rest."""
+    bucket = 0
+    while bucket < len(bounds) and value > bounds[bucket]:
+        bucket += 1
+    return bucket
 
 
 @borrowing

@@ -7,7 +7,7 @@ clamped differences are added, and what was folded never goes back.
 from dataclasses import dataclass, field
 from typing import Final
 
-from strataflux.daemon.state import FILL_BUCKETS_US
+from strataflux.daemon.state import AGE_BUCKETS, DEPTH_BUCKETS, FILL_BUCKETS_US
 from strataflux.daemon.stats import (
     CacheStats,
     ClassStats,
@@ -25,6 +25,7 @@ from strataflux.proto import layout
 __all__ = ["CounterFold", "read_stats"]
 
 _CLAMP: Final = 1 << 40
+_AGE_BOUNDS: Final = tuple((1 << bucket) - 1 for bucket in range(AGE_BUCKETS - 2))
 
 
 @dataclass
@@ -106,6 +107,9 @@ def _fills(tier: Tier) -> FillStats:
         latency_us=int(rd["fill_us_sum"]),
         latency_bounds_us=FILL_BUCKETS_US,
         latency_counts=tuple(int(n) for n in tier.core.fill_us),
+        unused=int(tier.core.ages[-1]),
+        age_bounds_ticks=_AGE_BOUNDS,
+        age_counts=tuple(int(n) for n in tier.core.ages[:-1]),
     )
 
 
@@ -121,6 +125,11 @@ def _reads(tier: Tier) -> ReadStats:
         microseconds=int(rd["read_us_sum"]),
         in_flight=int(rd["in_flight"]),
         queued=int(rd["queued"]),
+        latency_bounds_us=FILL_BUCKETS_US,
+        latency_counts=tuple(int(n) for n in tier.core.read_us),
+        depth_bounds=DEPTH_BUCKETS,
+        depth_counts=tuple(int(n) for n in tier.core.depths),
+        depth_sum=int(rd["depth_sum"]),
     )
 
 

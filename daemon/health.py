@@ -1,7 +1,8 @@
 """Live, ready and degraded, kept apart; and whether the data path moves.
 
-A process that runs is live. It is ready between the end of its start and the begin of its drain. It is degraded for as
-long as one of its reasons holds: it serves then, but not as it was asked to.
+A process whose data path moves is live. It is ready between the end of its start and the begin of its drain, except
+while an obstacle stands in the way of serving anything: a reader that does not answer, a device that does not. It is
+degraded for as long as one of its reasons holds: it serves then, but not as it was asked to.
 """
 
 from collections.abc import Callable
@@ -10,18 +11,24 @@ __all__ = ["Health", "ProgressWatch"]
 
 
 class Health:
-    """Event loop only. States: starting → ready → draining; reasons for being degraded come and go in any of them."""
+    """Event loop only. Phases: starting → ready → draining; obstacles and reasons come and go in any of them."""
 
     def __init__(self, on_change: Callable[["Health"], None] | None = None) -> None:
         # fixed after construction
         self._on_change = on_change
         # event loop only
-        self.state = "starting"
+        self.phase = "starting"
         self.reasons: dict[str, str] = {}
+        self.obstacles: dict[str, str] = {}
+
+    @property
+    def state(self) -> str:
+        """The phase, or ``unready`` where it would be ready but for an obstacle."""
+        return "unready" if self.phase == "ready" and self.obstacles else self.phase
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are taken and can be answered."""
         return self.state == "ready"
 
     @property
@@ -32,19 +39,26 @@ class Health:
     def move_to(self, state: str) -> None:
         """Enter ``ready`` or ``draining``; there is no way back."""
         order = ("starting", "ready", "draining")
-        if order.index(state) <= order.index(self.state):
+        if order.index(state) <= order.index(self.phase):
             return
-        self.state = state
+        self.phase = state
         self._tell()
 
     def set_reason(self, name: str, text: str | None) -> None:
         """Say why the service is degraded, or with None that this reason is gone."""
-        if self.reasons.get(name) == text:
+        self._set(self.reasons, name, text)
+
+    def set_obstacle(self, name: str, text: str | None) -> None:
+        """Say what keeps the service from serving, or with None that it is gone."""
+        self._set(self.obstacles, name, text)
+
+    def _set(self, table: dict[str, str], name: str, text: str | None) -> None:
+        if table.get(name) == text:
             return
         if text is None:
-            del self.reasons[name]
+            del table[name]
         else:
-            self.reasons[name] = text
+            table[name] = text
         self._tell()
 
     def _tell(self) -> None:

@@ -79,6 +79,14 @@ class ServedStore(Protocol):
     def preload(self) -> bool:
         """Whether the whole store is read ahead."""
 
+    @property
+    def descriptor(self) -> int:
+        """What its records are read from."""
+
+    @property
+    def alignment(self) -> int:
+        """Of offsets, lengths and addresses of reads, in bytes."""
+
 
 class Reader(Protocol):
     """The reader thread as seen from the event loop and the metrics thread. It owns the stores it was made with."""
@@ -114,6 +122,9 @@ class Reader(Protocol):
 
     def snapshot(self) -> Stats:
         """Thread-safe, at any time between start and stop; never stops the reader."""
+
+    def echo(self) -> None:
+        """Return once the loop took note of this call: it turns, and hears its doorbell. Raises DaemonError."""
 
     def progress(self) -> tuple[int, bool]:
         """A count that grows with each unit of data-path progress, and whether anything is in flight."""

@@ -4,30 +4,31 @@ The data path adds to plain integers; nothing here is touched until somebody scr
 label has more values than there are kinds, states or served stores.
 """
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from strataflux.daemon.attach import AttachCounters
-from strataflux.daemon.errors import ConfigError
+from strataflux.daemon.rpc_counter import RPC_BOUNDS_SECONDS, RpcTimes
 from strataflux.daemon.stats import Stats
-from strataflux.daemon.values import Address
 
-__all__ = ["METRICS", "Declaration", "Exporter", "Moment", "StrataFluxCollector"]
+__all__ = ["HISTOGRAMS", "INFOS", "METRICS", "Declaration", "Histogram", "Info", "Moment", "ServedFiles"]
 
 _Labels = tuple[str, ...]
 _Sample = tuple[_Labels, float]
+
+
+class ServedFiles(NamedTuple):
+    """One served store. ``digest`` is shortened; ``used`` and ``free`` are bytes of the file system it lies in."""
+
+    digest: str
+    generation: int
+    records: int
+    bytes: int
+    used: int
+    free: int
 
 
 class Moment(NamedTuple):
@@ -36,9 +37,11 @@ class Moment(NamedTuple):
     stats: Stats
     attach: AttachCounters
     control_connections: Mapping[str, int]
+    rpcs: Mapping[tuple[str, str], int]
+    """Calls that ended, by method and code."""
+    rpc_times: Mapping[str, RpcTimes]
     sessions: int
-    stores: tuple[tuple[str, int, int, int], ...]
-    """(short digest, generation, records, bytes) of each served store."""
+    stores: tuple[ServedFiles, ...]
     ready: bool
     degraded: Mapping[str, str]
     progress_age_seconds: float
@@ -57,6 +60,26 @@ class Declaration:
     help: str
     labels: _Labels
     read: Callable[[Moment], Iterable[_Sample]]
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """One histogram. ``read`` gives (label values, upper bounds, counts with one more for the rest, sum or None)."""
+
+    name: str
+    help: str
+    labels: _Labels
+    read: Callable[[Moment], Iterable[tuple[_Labels, Sequence[float], Sequence[int], float | None]]]
+
+
+@dataclass(frozen=True)
+class Info:
+    """Facts as labels of a metric that is always 1. ``read`` gives (label values, facts)."""
+
+    name: str
+    help: str
+    labels: _Labels
+    read: Callable[[Moment], Iterable[tuple[_Labels, Mapping[str, str]]]]
 
 
 def _one(read: Callable[[Moment], float]) -> Callable[[Moment], Iterable[_Sample]]:
@@ -106,10 +129,21 @@ def _cache_slots(m: Moment) -> Iterator[_Sample]:
 
 def _per_store(read: Callable[[Any], float]) -> Callable[[Moment], Iterator[_Sample]]:
     def samples(m: Moment) -> Iterator[_Sample]:
-        for (digest, *_), row in zip(m.stores, m.stats.stores, strict=False):
-            yield (digest,), read(row)
+        for served, row in zip(m.stores, m.stats.stores, strict=False):
+            yield (served.digest,), read(row)
 
     return samples
+
+
+def _per_file(read: Callable[[ServedFiles], float]) -> Callable[[Moment], Iterator[_Sample]]:
+    return lambda m: (((served.digest,), read(served)) for served in m.stores)
+
+
+def _micro(
+    bounds: Sequence[int], counts: Sequence[int], total: int
+) -> tuple[_Labels, list[float], Sequence[int], float]:
+    """A histogram kept in microseconds, in seconds."""
+    return (), [bound / 1e6 for bound in bounds], counts, total / 1e6
 
 
 _C: Final = CounterMetricFamily
@@ -130,6 +164,7 @@ METRICS: Final[tuple[Declaration, ...]] = (
     ),
     _S("strataflux_fills", _C, "Records that became readable.", (), _one(lambda m: m.stats.fills.fills)),
     _S("strataflux_fills_useful", _C, "Of these: looked up before eviction.", (), _one(lambda m: m.stats.fills.useful)),
+    _S("strataflux_fills_unused", _C, "Of these: evicted without.", (), _one(lambda m: m.stats.fills.unused)),
     _S("strataflux_fills_preloaded", _C, "Of these: read ahead.", (), _one(lambda m: m.stats.fills.preloaded)),
     _S("strataflux_fill_retries", _C, "Fills tried again after an error.", (), _one(lambda m: m.stats.fills.retries)),
     _S("strataflux_evictions", _C, "Records evicted.", (), _one(lambda m: m.stats.fills.evictions)),
@@ -171,13 +206,6 @@ METRICS: Final[tuple[Declaration, ...]] = (
     _S("strataflux_metadata_bytes", _G, "Memory beside the cache.", (), _one(lambda m: m.stats.metadata_bytes)),
     _S("strataflux_ssd_reads", _C, "Reads that completed.", (), _one(lambda m: m.stats.reads.reads)),
     _S("strataflux_ssd_read_bytes", _C, "Bytes read.", (), _one(lambda m: m.stats.reads.bytes)),
-    _S(
-        "strataflux_ssd_read_seconds",
-        _C,
-        "Sum over reads from submission to completion.",
-        (),
-        _one(lambda m: m.stats.reads.microseconds / 1e6),
-    ),
     _S("strataflux_io_inflight", _G, "Reads in flight.", (), _one(lambda m: m.stats.reads.in_flight)),
     _S("strataflux_io_queued", _G, "Requests that wait for a read.", (), _one(lambda m: m.stats.reads.queued)),
     _S("strataflux_io_errors", _C, "Reads that failed.", (), _one(lambda m: m.stats.reads.errors)),
@@ -194,14 +222,28 @@ METRICS: Final[tuple[Declaration, ...]] = (
         _G,
         "Records of a store.",
         ("model",),
-        lambda m: [((digest,), records) for digest, _, records, _ in m.stores],
+        _per_file(lambda served: served.records),
     ),
     _S(
         "strataflux_shard_bytes",
         _G,
         "Bytes of a store.",
         ("model",),
-        lambda m: [((digest,), size) for digest, _, _, size in m.stores],
+        _per_file(lambda served: served.bytes),
+    ),
+    _S(
+        "strataflux_disk_used_bytes",
+        _G,
+        "Blocks that a store's files occupy.",
+        ("model",),
+        _per_file(lambda served: served.used),
+    ),
+    _S(
+        "strataflux_disk_free_bytes",
+        _G,
+        "Free in the file system of a store.",
+        ("model",),
+        _per_file(lambda served: served.free),
     ),
     _S(
         "strataflux_shard_resident_records",
@@ -258,95 +300,66 @@ METRICS: Final[tuple[Declaration, ...]] = (
         (),
         _one(lambda m: m.progress_age_seconds),
     ),
-    _S("strataflux_reader_turns", _C, "Sweeps of the reader's loop.", (), _one(lambda m: m.stats.turns)),
+    _S(
+        "strataflux_rpc",
+        _C,
+        "Calls of the control plane that ended.",
+        ("method", "code"),
+        lambda m: sorted(m.rpcs.items()),
+    ),
 )
 
+HISTOGRAMS: Final[tuple[Histogram, ...]] = (
+    Histogram(
+        "strataflux_fill_seconds",
+        "From request taken to record readable.",
+        (),
+        lambda m: [
+            _micro(m.stats.fills.latency_bounds_us, m.stats.fills.latency_counts, m.stats.fills.latency_us),
+        ],
+    ),
+    Histogram(
+        "strataflux_ssd_read_seconds",
+        "From a read's submission to its completion.",
+        (),
+        lambda m: [
+            _micro(m.stats.reads.latency_bounds_us, m.stats.reads.latency_counts, m.stats.reads.microseconds),
+        ],
+    ),
+    Histogram(
+        "strataflux_io_depth",
+        "Reads in flight when one is submitted, itself included.",
+        (),
+        lambda m: [((), m.stats.reads.depth_bounds, m.stats.reads.depth_counts, m.stats.reads.depth_sum)],
+    ),
+    Histogram(
+        "strataflux_fill_age_ticks",
+        "Ticks of the reader's clock, of 1 ms or more while it works, from a fill to its first use.",
+        (),
+        lambda m: [((), m.stats.fills.age_bounds_ticks, m.stats.fills.age_counts, None)],
+    ),
+    Histogram(
+        "strataflux_rpc_seconds",
+        "Duration of calls of the control plane, streams aside.",
+        ("method",),
+        lambda m: [((name,), RPC_BOUNDS_SECONDS, t.counts, t.seconds) for name, t in sorted(m.rpc_times.items())],
+    ),
+)
 
-class StrataFluxCollector(Collector):
-    """Turns a moment into metric families. ``look`` is called once a scrape, on the scraper's thread."""
-
-    def __init__(self, look: Callable[[], Moment]) -> None:
-        # fixed after construction
-        self._look = look
-
-    def collect(self) -> Iterator[Metric]:
-        """One family a declaration, and those whose shape is their own."""
-        begun = time.perf_counter()
-        moment = self._look()
-        for declared in METRICS:
-            family = declared.kind(declared.name, declared.help, labels=declared.labels)
-            for labels, value in declared.read(moment):
-                family.add_metric(labels, float(value))
-            yield family
-        yield _fill_seconds(moment.stats)
-        yield from _infos(moment)
-        yield GaugeMetricFamily("strataflux_scrape_seconds", "What this scrape cost.", time.perf_counter() - begun)
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing: the registry then does not look at live state when this collector is registered."""
-        return iter(())
-
-
-def _fill_seconds(stats: Stats) -> HistogramMetricFamily:
-    """Cumulative buckets of a histogram that is kept by bucket."""
-    family = HistogramMetricFamily("strataflux_fill_seconds", "From request taken to record readable.")
-    bounds = [*(f"{bound / 1e6:g}" for bound in stats.fills.latency_bounds_us), "+Inf"]
-    total, buckets = 0, []
-    for bound, count in zip(bounds, stats.fills.latency_counts or [0] * len(bounds), strict=True):
-        total += count
-        buckets.append((bound, float(total)))
-    family.add_metric((), buckets, sum_value=stats.fills.latency_us / 1e6)
-    return family
-
-
-def _infos(m: Moment) -> Iterator[Metric]:
-    backend = InfoMetricFamily("strataflux_io_backend", "How records are read in fact.")
-    registered = str(m.registered_buffers).lower()
-    backend.add_metric((), {"engine": m.engine, "direct": m.direct_io, "registered": registered})
-    yield backend
-    build = InfoMetricFamily("strataflux_build", "This program.")
-    build.add_metric((), {"version": m.version})
-    yield build
-    shard = InfoMetricFamily("strataflux_shard", "The stores that are served.", labels=("model",))
-    for digest, generation, _, _ in m.stores:
-        shard.add_metric((digest,), {"epoch": str(generation)})
-    yield shard
-
-
-class _HttpServer(Protocol):
-    server_port: int
-
-    def shutdown(self) -> None: ...
-
-    def server_close(self) -> None: ...
-
-
-class Exporter:
-    """Serves the metrics over HTTP on one address, from a thread of its own. Pairs: construction / ``close``."""
-
-    def __init__(self, address: Address, look: Callable[[], Moment]) -> None:
-        """Listen on ``address``.
-
-        Raises:
-            ConfigError: it cannot be listened on.
-        """
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(StrataFluxCollector(look))
-        try:
-            server, self._thread = start_http_server(address.port, address.host, registry)
-        except OSError as error:
-            raise ConfigError(
-                "metrics.listen",
-                f"{address.host}:{address.port} ({error.strerror or error})",
-                "an address of this machine with a free port",
-                "choose another, or leave it empty for no metrics",
-            ) from error
-        # fixed after construction
-        self._server: _HttpServer = server
-        self.port: int = server.server_port
-
-    def close(self) -> None:
-        """Stop listening and end the thread."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+INFOS: Final[tuple[Info, ...]] = (
+    Info(
+        "strataflux_io_backend",
+        "How records are read in fact.",
+        (),
+        lambda m: [
+            ((), {"engine": m.engine, "direct": m.direct_io, "registered": str(m.registered_buffers).lower()}),
+        ],
+    ),
+    Info("strataflux_build", "This program.", (), lambda m: [((), {"version": m.version})]),
+    Info(
+        "strataflux_shard",
+        "The stores that are served.",
+        ("model",),
+        lambda m: [((served.digest,), {"epoch": str(served.generation)}) for served in m.stores],
+    ),
+)

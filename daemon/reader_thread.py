@@ -169,6 +169,14 @@ class ReaderThread:
             self._fold.fold(self._tier)
             return read_stats(self._tier, self._fold)
 
+    def echo(self) -> None:
+        """Return once the loop took note of this call.
+
+        Raises:
+            ReaderFailed: the thread is not running.
+        """
+        self.execute(lambda: None)
+
     def progress(self) -> tuple[int, bool]:
         """(completions while reads are in flight, else loop turns; whether reads are in flight)."""
         rd = self._tier.core.rd[0]

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from strataflux import __version__
 from strataflux.daemon.access import StoreAccess
@@ -24,13 +24,14 @@ from strataflux.daemon.health import Health, ProgressWatch
 from strataflux.daemon.interface import Reader, ServedStore
 from strataflux.daemon.memory import available_memory, require_memory
 from strataflux.daemon.notify import Notifier, activated_sockets, watchdog_seconds
+from strataflux.daemon.probe import Prober
 from strataflux.daemon.runtime_dir import RuntimeFolder
 from strataflux.proto.runtime import ATTACH_SOCKET, CONTROL_SOCKET, runtime_folder
 
 if TYPE_CHECKING:
     from strataflux.daemon.control import ControlPlane
     from strataflux.daemon.front import ControlFront
-    from strataflux.daemon.metrics import Moment
+    from strataflux.daemon.metrics import Moment, ServedFiles
 
 __all__ = ["Server"]
 
@@ -69,6 +70,7 @@ class Server(Generic[S]):
         # fixed after startup
         self._reader: Reader
         self._stores: Sequence[S] = ()
+        self._prober: Prober
         self._attach: AttachServer
         self._front: ControlFront
         self.metrics_port: int | None = None
@@ -125,6 +127,7 @@ class Server(Generic[S]):
             folder, activated.get(CONTROL_SOCKET) or folder.bind(CONTROL_SOCKET, socket.SOCK_STREAM)
         )
         self._start_metrics()
+        await self._start_probing()
         self.health.move_to("ready")
         self._notifier.send(READY="1", STATUS=self._describe())
         _LOG.info("ready in %s: %s", folder.path, self._describe())
@@ -149,6 +152,7 @@ class Server(Generic[S]):
         wanted_direct = self.config.reader.direct_io != "off" and bool(self._stores)
         buffered = wanted_direct and self._reader.direct_io != "direct"
         self.health.set_reason("buffered", "a store's file system refuses direct reads" if buffered else None)
+        self.health.set_obstacle("probe", self._prober.obstacle())
         if (status := self._describe()) != self._status:
             self._status = status
             self._notifier.send(STATUS=status)
@@ -199,12 +203,23 @@ class Server(Generic[S]):
         self._control = control
         await self._front.start()
 
+    async def _start_probing(self) -> None:
+        settings = self.config.health
+        self._prober = Prober(
+            self._reader.echo, lambda: self._stores, settings.limit_seconds, settings.interval_seconds
+        )
+        self._stack.callback(self._prober.stop)
+        self._prober.start()
+        while not self._prober.count and self._prober.obstacle() is None:
+            await asyncio.sleep(_POLL_SECONDS)
+        self.health.set_obstacle("probe", self._prober.obstacle())
+
     def _start_metrics(self) -> None:
         if self.config.metrics.listen is None:
             return
-        from strataflux.daemon.metrics import Exporter
+        from strataflux.daemon.exporter import Exporter
 
-        exporter = Exporter(self.config.metrics.listen, self.look)
+        exporter = Exporter(self.config.metrics.listen, self.look, self.is_live, self.is_ready)
         self._stack.push_async_callback(asyncio.to_thread, exporter.close)
         self.metrics_port = exporter.port
         _LOG.info("metrics on %s, port %d", self.config.metrics.listen.host, exporter.port)
@@ -213,15 +228,17 @@ class Server(Generic[S]):
         """What one scrape sees; called on the thread of the scrape."""
         from strataflux.daemon.metrics import Moment
 
-        manifests = [store.manifest for store in self._stores]
+        rpcs = self._control.rpcs if self._control is not None else None
         return Moment(
             stats=self._reader.snapshot(),
             attach=self._attach.counters,
             control_connections=dict(self._front.connections),
+            rpcs=dict(rpcs.calls) if rpcs is not None else {},
+            rpc_times=dict(rpcs.times) if rpcs is not None else {},
             sessions=self._attach.session_count,
-            stores=tuple((m.identity_digest[:12], m.generation, m.record_count, m.records_bytes) for m in manifests),
+            stores=tuple(_served_files(store) for store in self._stores),
             ready=self.health.ready,
-            degraded=dict(self.health.reasons),
+            degraded={**self.health.reasons, **self.health.obstacles},
             progress_age_seconds=self._watch.age_seconds,
             engine=self._reader.engine,
             direct_io=self._reader.direct_io,
@@ -229,13 +246,39 @@ class Server(Generic[S]):
             version=__version__,
         )
 
+    def is_live(self) -> tuple[bool, dict[str, Any]]:
+        """Whether the data path moves; any thread."""
+        return "stalled" not in self.health.reasons, {"progress_age_seconds": round(self._watch.age_seconds, 3)}
+
+    def is_ready(self) -> tuple[bool, dict[str, Any]]:
+        """Whether requests are taken and can be answered; any thread."""
+        known = {"state": self.health.state, "obstacles": dict(self.health.obstacles)}
+        return self.health.ready, {**known, "degraded": dict(self.health.reasons)}
+
     def _describe(self) -> str:
         text = f"{len(self._stores)} stores, {self._attach.session_count} sessions, {self._reader.engine}, "
         text += self._reader.direct_io
+        text += "".join(f"; not ready: {obstacle}" for obstacle in self.health.obstacles.values())
         return text + "".join(f"; degraded: {reason}" for reason in self.health.reasons.values())
 
     def _on_health(self, health: Health) -> None:
+        for obstacle in health.obstacles.values():
+            _LOG.warning("not ready: %s", obstacle)
         for reason in health.reasons.values():
             _LOG.warning("degraded: %s", reason)
         if self._control is not None:
             self._health_shown = asyncio.get_running_loop().create_task(self._control.show_health())
+
+
+def _served_files(store: ServedStore) -> "ServedFiles":
+    from strataflux.daemon.metrics import ServedFiles
+
+    manifest = store.manifest
+    try:
+        used = sum(file.stat().st_blocks * 512 for file in manifest.folder.iterdir())
+        system = os.statvfs(manifest.folder)
+        free = system.f_bavail * system.f_frsize
+    except OSError:  # the folder was taken away; its open files are still served
+        used = free = 0
+    digest = manifest.identity_digest[:12]
+    return ServedFiles(digest, manifest.generation, manifest.record_count, manifest.records_bytes, used, free)

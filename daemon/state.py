@@ -27,6 +27,7 @@ __all__ = [
     "AGE_BUCKETS",
     "BATCH",
     "CLASS",
+    "DEPTH_BUCKETS",
     "FILLING",
     "FILL_BUCKETS_US",
     "FREE",
@@ -159,6 +160,7 @@ MAX_BATCHES = 1024
 MAX_QUEUED = 16_384
 FILL_BUCKETS_US = (50, 100, 200, 400, 800, 1_600, 3_200, 6_400, 12_800, 25_600, 51_200, 102_400)
 AGE_BUCKETS = 16
+DEPTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 READER = np.dtype(
     [
@@ -217,6 +219,7 @@ READER = np.dtype(
         ("page_moves", "i8"),
         ("fill_us_sum", "i8"),
         ("read_us_sum", "i8"),
+        ("depth_sum", "i8"),
     ]
 )
 
@@ -246,6 +249,8 @@ class Core(NamedTuple):
     finished: NDArray[np.int64]  # [2, depth] scratch: windows and results of completions
     tails: NDArray[np.int64]  # [MAX_CLASSES] scratch: age information for the page budget
     fill_us: NDArray[np.int64]  # [len(FILL_BUCKETS_US) + 1] histogram: request taken → slot valid
+    read_us: NDArray[np.int64]  # [len(FILL_BUCKETS_US) + 1] histogram: read submitted → completed
+    depths: NDArray[np.int64]  # [len(DEPTH_BUCKETS) + 1] histogram: reads in flight when one is submitted
     ages: NDArray[np.int64]  # [AGE_BUCKETS] histogram: log2 of ticks from fill to first use; last = never
     scratch: NDArray[np.uint64]  # [8] for system calls
 
@@ -281,6 +286,8 @@ def make_core(range_pages: int, n_sections: int, n_budgets: int, stride_pages: i
         finished=np.zeros((2, depth), np.int64),
         tails=np.full(budget.MAX_CLASSES, NONE, np.int64),
         fill_us=np.zeros(len(FILL_BUCKETS_US) + 1, np.int64),
+        read_us=np.zeros(len(FILL_BUCKETS_US) + 1, np.int64),
+        depths=np.zeros(len(DEPTH_BUCKETS) + 1, np.int64),
         ages=np.zeros(AGE_BUCKETS, np.int64),
         scratch=np.zeros(8, np.uint64),
     )

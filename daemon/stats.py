@@ -55,7 +55,7 @@ class RequestStats:
 
 @dataclass(frozen=True)
 class FillStats:
-    """Records that became readable. ``latency_counts`` has one entry more than ``latency_bounds_us``, for the rest."""
+    """Records that became readable. Counts of a histogram have one entry more than its bounds, for the rest."""
 
     fills: int = 0
     useful: int = 0
@@ -67,6 +67,11 @@ class FillStats:
     latency_us: int = 0
     latency_bounds_us: tuple[int, ...] = ()
     latency_counts: tuple[int, ...] = ()
+    unused: int = 0
+    """Evicted without ever having been looked up."""
+    age_bounds_ticks: tuple[int, ...] = ()
+    age_counts: tuple[int, ...] = ()
+    """Useful ones by their age at first use, in ticks of the reader's clock; known at eviction, as ``useful`` is."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,13 @@ class ReadStats:
     microseconds: int = 0
     in_flight: int = 0
     queued: int = 0
+    latency_bounds_us: tuple[int, ...] = ()
+    latency_counts: tuple[int, ...] = ()
+    """Completed reads by their time from submission to completion; ``microseconds`` is its sum."""
+    depth_bounds: tuple[int, ...] = ()
+    depth_counts: tuple[int, ...] = ()
+    """Submitted reads by how many were in flight then, themselves included."""
+    depth_sum: int = 0
 
 
 @dataclass(frozen=True)

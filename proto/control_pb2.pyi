@@ -246,7 +246,7 @@ class RequestStats(_message.Message):
     def __init__(self, taken: _Optional[int] = ..., duplicates: _Optional[int] = ..., resident_already: _Optional[int] = ..., quarantined: _Optional[int] = ..., invalid: _Optional[int] = ..., dropped_ring: _Optional[int] = ..., dropped_queue: _Optional[int] = ..., dropped_grace: _Optional[int] = ..., cold: _Optional[int] = ..., evicted: _Optional[int] = ...) -> None: ...
 
 class FillStats(_message.Message):
-    __slots__ = ("fills", "useful", "preloaded", "corrupt", "retries", "evictions", "latency_us", "latency_bounds_us", "latency_counts")
+    __slots__ = ("fills", "useful", "preloaded", "corrupt", "retries", "evictions", "latency_us", "latency_bounds_us", "latency_counts", "unused", "age_bounds_ticks", "age_counts")
     FILLS_FIELD_NUMBER: _ClassVar[int]
     USEFUL_FIELD_NUMBER: _ClassVar[int]
     PRELOADED_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +256,9 @@ class FillStats(_message.Message):
     LATENCY_US_FIELD_NUMBER: _ClassVar[int]
     LATENCY_BOUNDS_US_FIELD_NUMBER: _ClassVar[int]
     LATENCY_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_FIELD_NUMBER: _ClassVar[int]
+    AGE_BOUNDS_TICKS_FIELD_NUMBER: _ClassVar[int]
+    AGE_COUNTS_FIELD_NUMBER: _ClassVar[int]
     fills: int
     useful: int
     preloaded: int
@@ -265,10 +268,13 @@ class FillStats(_message.Message):
     latency_us: int
     latency_bounds_us: _containers.RepeatedScalarFieldContainer[int]
     latency_counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, fills: _Optional[int] = ..., useful: _Optional[int] = ..., preloaded: _Optional[int] = ..., corrupt: _Optional[int] = ..., retries: _Optional[int] = ..., evictions: _Optional[int] = ..., latency_us: _Optional[int] = ..., latency_bounds_us: _Optional[_Iterable[int]] = ..., latency_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    unused: int
+    age_bounds_ticks: _containers.RepeatedScalarFieldContainer[int]
+    age_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, fills: _Optional[int] = ..., useful: _Optional[int] = ..., preloaded: _Optional[int] = ..., corrupt: _Optional[int] = ..., retries: _Optional[int] = ..., evictions: _Optional[int] = ..., latency_us: _Optional[int] = ..., latency_bounds_us: _Optional[_Iterable[int]] = ..., latency_counts: _Optional[_Iterable[int]] = ..., unused: _Optional[int] = ..., age_bounds_ticks: _Optional[_Iterable[int]] = ..., age_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReadStats(_message.Message):
-    __slots__ = ("reads", "bytes", "merged", "short_reads", "errors", "direct_fallbacks", "microseconds", "in_flight", "queued")
+    __slots__ = ("reads", "bytes", "merged", "short_reads", "errors", "direct_fallbacks", "microseconds", "in_flight", "queued", "latency_bounds_us", "latency_counts", "depth_bounds", "depth_counts", "depth_sum")
     READS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     MERGED_FIELD_NUMBER: _ClassVar[int]
@@ -278,6 +284,11 @@ class ReadStats(_message.Message):
     MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_BOUNDS_US_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_SUM_FIELD_NUMBER: _ClassVar[int]
     reads: int
     bytes: int
     merged: int
@@ -287,7 +298,12 @@ class ReadStats(_message.Message):
     microseconds: int
     in_flight: int
     queued: int
-    def __init__(self, reads: _Optional[int] = ..., bytes: _Optional[int] = ..., merged: _Optional[int] = ..., short_reads: _Optional[int] = ..., errors: _Optional[int] = ..., direct_fallbacks: _Optional[int] = ..., microseconds: _Optional[int] = ..., in_flight: _Optional[int] = ..., queued: _Optional[int] = ...) -> None: ...
+    latency_bounds_us: _containers.RepeatedScalarFieldContainer[int]
+    latency_counts: _containers.RepeatedScalarFieldContainer[int]
+    depth_bounds: _containers.RepeatedScalarFieldContainer[int]
+    depth_counts: _containers.RepeatedScalarFieldContainer[int]
+    depth_sum: int
+    def __init__(self, reads: _Optional[int] = ..., bytes: _Optional[int] = ..., merged: _Optional[int] = ..., short_reads: _Optional[int] = ..., errors: _Optional[int] = ..., direct_fallbacks: _Optional[int] = ..., microseconds: _Optional[int] = ..., in_flight: _Optional[int] = ..., queued: _Optional[int] = ..., latency_bounds_us: _Optional[_Iterable[int]] = ..., latency_counts: _Optional[_Iterable[int]] = ..., depth_bounds: _Optional[_Iterable[int]] = ..., depth_counts: _Optional[_Iterable[int]] = ..., depth_sum: _Optional[int] = ...) -> None: ...
 
 class CacheStats(_message.Message):
     __slots__ = ("kind", "capacity_bytes", "free_bytes", "filling_bytes", "valid_bytes", "retired_bytes")

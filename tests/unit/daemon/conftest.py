@@ -26,6 +26,7 @@ from strataflux.proto.store_format import SectionSpec, StoreManifest, identity_d
 CACHE_BYTES = 16 << 20
 STAMPS = CACHE_BYTES // layout.SLOT_UNIT_BYTES
 WATCHDOG_SECONDS = 60.0
+ZEROS = os.open("/dev/zero", os.O_RDONLY | os.O_CLOEXEC)
 
 
 @dataclass
@@ -45,6 +46,8 @@ class FakeStore:
     manifest: StoreManifest
     preload: bool = False
     domain: int = 0
+    descriptor: int = ZEROS
+    alignment: int = 1
 
 
 def fake_store(folder: Path, **identity: Any) -> FakeStore:
@@ -116,6 +119,10 @@ class FakeReader:
         if self.stats.sessions or not self.open:
             return self.stats
         return Stats(sessions=tuple(SessionStats(index, lookups=10, hits=4) for index in sorted(self.open)))
+
+    def echo(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
     def progress(self) -> tuple[int, bool]:
         return self.count, self.in_flight

@@ -114,6 +114,26 @@ async def test_bad_interval_has_its_bounds_in_a_typed_error(plane: Plane) -> Non
     assert (detail.subject, detail.found, detail.expected) == ("interval_seconds", "0", "0.1 … 3600")
 
 
+async def test_calls_are_counted_by_method_and_code_and_only_known_ones(plane: Plane) -> None:
+    async with plane.channel() as channel:
+        stub = control_pb2_grpc.ControlStub(channel)
+        for _ in range(3):
+            await stub.GetInfo(control_pb2.GetInfoRequest())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.WatchStats(control_pb2.WatchStatsRequest(interval_seconds=0)).read()
+        stream = stub.WatchStats(control_pb2.WatchStatsRequest(interval_seconds=0.1))
+        await stream.read()
+        stream.cancel()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary(f"/{SERVICE_NAME}/Rubbish", None, None)(b"")
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=""))
+    calls, times = plane.control.rpcs.calls, plane.control.rpcs.times
+    await until(lambda: calls.total() == 5)
+    assert calls == {("GetInfo", "OK"): 3, ("WatchStats", "INVALID_ARGUMENT"): 1, ("WatchStats", "CANCELLED"): 1}
+    assert sum(times["GetInfo"].counts) == 3
+    assert times.keys() == {"GetInfo"}
+
+
 async def test_admin_drains_once_and_reads_the_settings(plane: Plane) -> None:
     async with plane.channel() as channel:
         stub = control_pb2_grpc.ControlStub(channel)

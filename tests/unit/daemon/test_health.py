@@ -28,6 +28,21 @@ def test_reasons_come_and_go() -> None:
     assert seen == [{"buffered": "no direct reads"}, {}]
 
 
+def test_an_obstacle_takes_readiness_away_and_gives_it_back() -> None:
+    seen: list[str] = []
+    health = Health(lambda h: seen.append(h.state))
+    health.set_obstacle("probe", "no answer")
+    assert health.state == "starting"
+    health.move_to("ready")
+    assert (health.state, health.ready, health.degraded) == ("unready", False, False)
+    health.set_obstacle("probe", None)
+    assert health.ready
+    health.move_to("draining")
+    health.set_obstacle("probe", "no answer")
+    assert health.state == "draining"
+    assert seen == ["starting", "unready", "ready", "draining", "draining"]
+
+
 def test_progress_is_a_count_that_changes() -> None:
     now = [100.0]
     watch = ProgressWatch(lambda: now[0])

@@ -1,9 +1,12 @@
 """What a scrape says is what the numbers are, and nothing listens where nobody asked."""
 
+import json
 import math
 import socket
+import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -11,7 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from strataflux.daemon.attach import AttachCounters
 from strataflux.daemon.errors import ConfigError
-from strataflux.daemon.metrics import METRICS, Exporter, Moment, StrataFluxCollector
+from strataflux.daemon.exporter import Exporter, StrataFluxCollector
+from strataflux.daemon.metrics import HISTOGRAMS, INFOS, METRICS, Moment, ServedFiles
+from strataflux.daemon.rpc_counter import RpcTimes
 from strataflux.daemon.stats import (
     CacheStats,
     ClassStats,
@@ -30,9 +35,27 @@ STATS = Stats(
         taken=30, cold=10, evicted=8, duplicates=7, resident_already=4, quarantined=1, dropped_ring=5
     ),
     fills=FillStats(
-        fills=18, useful=9, evictions=4, latency_us=900, latency_bounds_us=(50, 100), latency_counts=(10, 5, 3)
+        fills=18,
+        useful=9,
+        evictions=4,
+        unused=2,
+        latency_us=900,
+        latency_bounds_us=(50, 100),
+        latency_counts=(10, 5, 3),
+        age_bounds_ticks=(0, 1, 3),
+        age_counts=(1, 2, 3, 3),
     ),
-    reads=ReadStats(reads=12, bytes=49_152, in_flight=2, microseconds=2_000_000),
+    reads=ReadStats(
+        reads=12,
+        bytes=49_152,
+        in_flight=2,
+        microseconds=2_000_000,
+        latency_bounds_us=(50, 100),
+        latency_counts=(8, 4, 0),
+        depth_bounds=(1, 2),
+        depth_counts=(7, 4, 1),
+        depth_sum=19,
+    ),
     caches=(CacheStats("weight", 1000, 100, 50, 800, 50),),
     classes=(ClassStats("weight", 512, slots=10, free=3, filling=2, retired=1),),
     stores=(StoreStats(resident_records=6, quarantined=1, direct=True),),
@@ -48,8 +71,10 @@ def moment(stats: Stats = STATS, degraded: dict[str, str] | None = None) -> Mome
         stats=stats,
         attach=attach,
         control_connections={"admin": 1, "reader": 0, "refused": 0},
+        rpcs={("GetStats", "OK"): 5},
+        rpc_times={"GetStats": RpcTimes([5] + [0] * 12, 0.002)},
         sessions=1,
-        stores=(("abcdef012345", 2, 10, 5120),),
+        stores=(ServedFiles("abcdef012345", 2, 10, 5120, 8192, 1 << 30),),
         ready=True,
         degraded=degraded or {},
         progress_age_seconds=0.25,
@@ -58,6 +83,10 @@ def moment(stats: Stats = STATS, degraded: dict[str, str] | None = None) -> Mome
         registered_buffers=True,
         version="1.2.3",
     )
+
+
+def fine() -> tuple[bool, dict[str, Any]]:
+    return True, {}
 
 
 @pytest.fixture
@@ -81,7 +110,20 @@ def registry() -> CollectorRegistry:
         ("cache_capacity_bytes", {"kind": "weight"}, 1000),
         ("cache_slots", {"kind": "weight", "slot_bytes": "512", "state": "valid"}, 4),
         ("ssd_read_bytes_total", {}, 49_152),
-        ("ssd_read_seconds_total", {}, 2),
+        ("ssd_read_seconds_sum", {}, 2),
+        ("ssd_read_seconds_count", {}, 12),
+        ("ssd_read_seconds_bucket", {"le": "0.0001"}, 12),
+        ("io_depth_bucket", {"le": "1"}, 7),
+        ("io_depth_bucket", {"le": "2"}, 11),
+        ("io_depth_sum", {}, 19),
+        ("fill_age_ticks_bucket", {"le": "0"}, 1),
+        ("fill_age_ticks_bucket", {"le": "3"}, 6),
+        ("fill_age_ticks_bucket", {"le": "+Inf"}, 9),
+        ("fills_unused_total", {}, 2),
+        ("disk_used_bytes", {"model": "abcdef012345"}, 8192),
+        ("disk_free_bytes", {"model": "abcdef012345"}, 1 << 30),
+        ("rpc_total", {"method": "GetStats", "code": "OK"}, 5),
+        ("rpc_seconds_bucket", {"method": "GetStats", "le": "0.001"}, 5),
         ("io_inflight", {}, 2),
         ("records_quarantined", {"model": "abcdef012345"}, 1),
         ("shard_bytes", {"model": "abcdef012345"}, 5120),
@@ -117,7 +159,7 @@ def test_the_parts_of_the_cache_add_up(registry: CollectorRegistry) -> None:
 
 
 def test_each_metric_is_declared_once_with_its_help() -> None:
-    names = [declared.name for declared in METRICS]
+    names = [declared.name for group in (METRICS, HISTOGRAMS, INFOS) for declared in group]
     assert len(names) == len(set(names))
     for declared in METRICS:
         assert declared.name.startswith("strataflux_")
@@ -134,7 +176,7 @@ def test_a_daemon_without_stores_or_fills_can_be_scraped() -> None:
 
 def test_a_scrape_over_http_is_read_from_live_state() -> None:
     now = [moment()]
-    exporter = Exporter(Address("127.0.0.1", 0), lambda: now[0])
+    exporter = Exporter(Address("127.0.0.1", 0), lambda: now[0], fine, fine)
     try:
         url = f"http://127.0.0.1:{exporter.port}/metrics"
         for sessions in (1, 2):
@@ -154,5 +196,41 @@ def test_an_address_in_use_is_refused_by_its_key(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ConfigError, match="in use") as caught:
-            Exporter(Address("127.0.0.1", taken.getsockname()[1]), moment)
+            Exporter(Address("127.0.0.1", taken.getsockname()[1]), moment, fine, fine)
     assert caught.value.subject == "metrics.listen"
+
+
+def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}") as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_probes_say_what_they_know_and_keep_apart() -> None:
+    ready = [True]
+    exporter = Exporter(Address("127.0.0.1", 0), moment, fine, lambda: (ready[0], {"state": "as it is"}))
+    try:
+        assert ask(exporter.port, "/readyz") == (200, {"state": "as it is"})
+        ready[0] = False
+        assert ask(exporter.port, "/readyz") == (503, {"state": "as it is"})
+        assert ask(exporter.port, "/healthz") == (200, {})
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/config")
+    finally:
+        exporter.close()
+
+
+def test_rubbish_on_the_port_disturbs_nobody() -> None:
+    exporter = Exporter(Address("::1", 0), moment, fine, fine)
+    try:
+        with socket.create_connection(("::1", exporter.port)) as client:
+            client.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+            while client.recv(4096):
+                pass
+        with urllib.request.urlopen(f"http://[::1]:{exporter.port}/metrics") as answer:
+            assert b"strataflux_ready 1.0" in answer.read()
+    finally:
+        exporter.close()

@@ -192,6 +192,26 @@ async def test_metrics_show_the_whole_service(tmp_path: Path) -> None:
     client.close()
 
 
+async def test_readiness_follows_the_reader_and_the_devices(tmp_path: Path) -> None:
+    life = Life(tmp_path, metrics={"listen": "127.0.0.1:0"}, health={"interval_seconds": 0.1})
+    task = await life.run()
+    assert life.server.is_ready()[0]
+    life.reader.failure = ReaderFailed("reader thread", "not running", "running", "restart")
+    prober = life.server._prober
+    await until(lambda: prober.obstacle() is not None)
+    life.server.on_tick()
+    good, known = life.server.is_ready()
+    assert (good, known["state"]) == (False, "unready")
+    assert "not running" in known["obstacles"]["probe"]
+    assert life.server.is_live()[0]
+    life.reader.failure = None
+    await until(lambda: prober.obstacle() is None)
+    life.server.on_tick()
+    assert life.server.is_ready()[0]
+    life.server.begin_drain()
+    await task
+
+
 async def test_without_listen_no_port_is_open(tmp_path: Path) -> None:
     life = Life(tmp_path)
     task = await life.run()
