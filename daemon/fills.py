@@ -131,8 +131,8 @@ def _wait_or_drop(c: Core, place: int) -> None:
     key = c.queue[place].key
     cls = c.sections[section_of(c, key >> _KEY_SHIFT, key & _OID)].cls
     group = c.classes[cls]
-    if group.free_head != NONE:
-        put_back(c, place)
+    if group.free_head != NONE or c.pages.pools[c.pages.classes[cls].budget].unused:
+        put_back(c, place)  # there is room: only so many may be filling at a time
         return
     c.rd[0].starved = 1
     if group.retired * 4 > group.slots:
