@@ -30,30 +30,39 @@ _WIDE = 4096
 
 
 class SelectionMoments:
-    """Sums over tokens of x xᵀ, z zᵀ and x zᵀ for one input and budget, in float32."""
+    """Sums over tokens of z zᵀ, x zᵀ and, where errors are asked for, x xᵀ, for one input and budget; float32."""
 
-    def __init__(self, inputs: int, device: torch.device) -> None:
-        self.second, self.selected, self.cross = (torch.zeros(inputs, inputs, device=device) for _ in range(3))
+    def __init__(self, inputs: int, device: torch.device, *, judge: bool = False) -> None:
+        """Start empty; only sums that ``judge`` can tell an :meth:`error`."""
+        self.selected, self.cross = (torch.zeros(inputs, inputs, device=device) for _ in range(2))
+        self.second = torch.zeros(inputs, inputs, device=device) if judge else None
         self.tokens = 0
 
     def add(self, x: Tensor, k: int) -> None:
         """Take in ``x`` [..., inputs] with ``k`` channels per 1,024 selected."""
         x = x.reshape(-1, x.shape[-1])
         z = x * largest_mask(x, k)
-        self.second += x.T @ x
+        if self.second is not None:
+            self.second += x.T @ x
         self.selected += z.T @ z
         self.cross += x.T @ z
         self.tokens += x.shape[0]
 
     def __add__(self, other: "SelectionMoments") -> "SelectionMoments":
-        """Both's tokens together."""
-        both = SelectionMoments(self.second.shape[0], self.second.device)
-        both.second, both.selected = self.second + other.second, self.selected + other.selected
-        both.cross, both.tokens = self.cross + other.cross, self.tokens + other.tokens
+        """Both's tokens together; the sum does not judge."""
+        both = SelectionMoments(0, self.selected.device)
+        both.selected, both.cross = self.selected + other.selected, self.cross + other.cross
+        both.tokens = self.tokens + other.tokens
         return both
 
     def error(self, residual: Tensor, values: Tensor) -> float:
-        """``E‖R x - C z‖²`` for ``residual`` R and ``values`` C [outputs, inputs]; 0 without tokens."""
+        """``E‖R x - C z‖²`` for ``residual`` R and ``values`` C [outputs, inputs]; 0 without tokens.
+
+        Raises:
+            ValueError: these sums do not judge.
+        """
+        if self.second is None:
+            raise ValueError("an error was asked of sums that lack E[x xᵀ]; make them with judge=True")
         total = (residual @ self.second * residual).sum(dtype=torch.float64)
         total -= 2 * (residual @ self.cross * values).sum(dtype=torch.float64)
         total += (values @ self.selected * values).sum(dtype=torch.float64)
@@ -99,7 +108,7 @@ def fit_residual(
     Args:
         residual: R.
         moments: what candidates are made from.
-        held_out: what they are compared on; other tokens of the same input and budget.
+        held_out: what they are compared on: other tokens of the same input and budget; they judge.
         multipliers: of λ; of equals the first wins.
         plain: whether the residual itself is a candidate.
     """

@@ -28,7 +28,7 @@ STEPS = 20
 _LEAST_SHARE = 1e-4
 _BINS = 128
 # Rows whose costs of all runs of bins are held at a time: rows · bins² float64.
-_ROWS = 64
+_ROWS = 256
 
 
 @dataclass(frozen=True)

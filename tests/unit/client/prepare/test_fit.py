@@ -11,7 +11,7 @@ K = 128
 
 
 def moments(x: Tensor, k: int = K) -> SelectionMoments:
-    sums = SelectionMoments(x.shape[1], x.device)
+    sums = SelectionMoments(x.shape[1], x.device, judge=True)
     for start in range(0, x.shape[0], 1000):
         sums.add(x[start : start + 1000], k)
     return sums
@@ -75,6 +75,8 @@ def test_the_held_out_error_is_the_error_on_held_out_tokens() -> None:
     z = x * largest_mask(x, K)
     expected = float((x @ residual.T - z @ C.T).square().sum(-1).mean())
     assert moments(x).error(residual, C) == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(ValueError, match="judge=True"):
+        (moments(x) + moments(x)).error(residual, C)
 
 
 def test_fitting_is_taken_where_it_helps_and_left_where_it_does_not() -> None:

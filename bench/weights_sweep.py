@@ -1,0 +1,282 @@
+"""Every number of docs/RESULTS.md on weights: bases, bits, budgets, plain and fitted refinement, on one model.
+
+    PYTHONSAFEPATH=1 PYTHONPATH=.importroot python bench/weights_sweep.py \
+        --model SmolLM2-135M-Instruct.Q4_1.gguf --text wikitext2-valid.txt --device cuda > rows.jsonl
+
+Prints one JSON object a row. Reads the model and the text and needs neither Numba nor a daemon: refinement is evaluated
+as if nothing missed. The unquantized model is the reference of every divergence.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from strataflux.client.evaluate.compare import cut_windows, join_scores
+from strataflux.client.evaluate.dense import DenseModel, dense_reference, dense_score
+from strataflux.client.evaluate.scoring import Reference, Score
+from strataflux.client.evaluate.text import python_prose, read_text
+from strataflux.client.prepare.bases.awq import AwqSettings, quantize_awq
+from strataflux.client.prepare.bases.lnq import quantize_lnq
+from strataflux.client.prepare.bases.matrices import QuantizedMatrix, power_cost, round_groups
+from strataflux.client.prepare.bases.sqllm import quantize_sqllm
+from strataflux.client.prepare.calibrate import Calibration, calibration_windows, walk_back, walk_forward
+from strataflux.client.prepare.fit_layer import FitRun, fit_layer
+from strataflux.client.prepare.source import ModelSource, open_source
+from strataflux.client.prepare.states import StateFolder
+from strataflux.client.prepare.statistics import LayerStatistics, row_groups
+from strataflux.client.runtime.models import SETS, DecoderWeights, LayerWeights, ModelConfig
+from strataflux.kernels.residual import round_residual
+
+# The rtn base's search; its module is compiled, so its settings stand here, and a test compares them.
+RTN_SHRINK, RTN_EXPONENT = torch.linspace(1.0, 0.7, 7), 2.5
+GUIDES = 4
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """A base with its settings."""
+
+    base: str
+    bits: int
+    group: int = 0
+    """Inputs that share a scale; 0 for codebooks."""
+    guides: int = 0
+    """Row groups with Hessians of their own, of lnq."""
+
+    @property
+    def needs(self) -> str:
+        return {"rtn": "nothing", "awq": "inputs"}.get(self.base, "gradients")
+
+
+@dataclass
+class Model:
+    """A variant's layers as they come: what is resident, and what it lacks."""
+
+    exact: dict[int, LayerWeights] = field(default_factory=dict)
+    low: dict[int, LayerWeights] = field(default_factory=dict)
+    bits: list[tuple[float, int]] = field(default_factory=list)
+
+    def add(self, index: int, exact: LayerWeights, matrices: Mapping[str, QuantizedMatrix]) -> None:
+        low = {name: matrix.dequantized() for name, matrix in matrices.items()}
+        self.exact[index] = exact
+        self.low[index] = LayerWeights(exact.attention_norm, exact.mlp_norm, low)
+        self.bits += [(matrix.bits_per_weight, low[name].numel()) for name, matrix in matrices.items()]
+
+    @property
+    def bits_per_weight(self) -> float:
+        return sum(bits * count for bits, count in self.bits) / sum(count for _, count in self.bits)
+
+    def weights(self, reference: DecoderWeights) -> DecoderWeights:
+        # Embeddings and the head are not quantized beyond float16, in which they are prepared.
+        embedding = reference.embedding.half().float()
+        head = embedding if reference.config.tied_head else reference.head.half().float()
+        layers = [self.low[index] for index in range(reference.config.layers)]
+        return DecoderWeights(reference.config, embedding, reference.norm, head, layers)
+
+    def residuals(self, index: int) -> dict[str, Tensor]:
+        exact, low = self.exact[index].projections, self.low[index].projections
+        return {name: exact[name] - low[name] for name in SETS}
+
+
+class Quantizer:
+    """Quantizes each layer for every variant as calibration tells of it."""
+
+    def __init__(self, config: ModelConfig, variants: Sequence[Variant]) -> None:
+        self.config = config
+        self.models = {variant: Model() for variant in variants}
+
+    def __call__(self, index: int, layer: LayerWeights, found: LayerStatistics) -> None:
+        started = time.monotonic()
+        for variant, model in self.models.items():
+            if variant.base == "awq":
+                settings = AwqSettings(variant.bits, variant.group)
+                made = quantize_awq(f"layers.{index}", self.config, layer, found.inputs, settings)
+                model.add(index, made.exact, made.matrices)
+            else:
+                model.add(index, layer, {name: self._matrix(variant, layer, name, found) for name in SETS})
+        print(f"layer {index}: {time.monotonic() - started:.1f} s", file=sys.stderr)
+
+    def _matrix(self, variant: Variant, layer: LayerWeights, name: str, found: LayerStatistics) -> QuantizedMatrix:
+        weight = layer.projections[name]
+        if variant.base == "rtn":
+            return round_groups(name, weight, variant.bits, variant.group, RTN_SHRINK, power_cost(RTN_EXPONENT))
+        outputs = found.outputs[name]
+        start = quantize_sqllm(weight, outputs.fisher, variant.bits)
+        if variant.base == "sqllm":
+            return start
+        groups = row_groups(self.config, name, GUIDES)
+        if variant.guides == GUIDES:
+            return quantize_lnq(weight, start, outputs.hessians, groups)
+        rows = torch.tensor([part.stop - part.start for part in groups], device=weight.device)
+        coarse = (outputs.hessians * rows[:, None, None]).unflatten(0, (-1, GUIDES)).sum(1)  # type: ignore[no-untyped-call]
+        return quantize_lnq(weight, start, coarse, row_groups(self.config, name, 1))
+
+
+def quantize_all(source: ModelSource, calibration: Calibration, variants: Sequence[Variant]) -> dict[Variant, Model]:
+    quantizer = Quantizer(source.config, variants)
+    if any(variant.needs == "gradients" for variant in variants):
+        walk_forward(source, calibration, None, lambda: None, keep=True)
+        walk_back(source, calibration, quantizer)
+    elif any(variant.needs == "inputs" for variant in variants):
+        walk_forward(source, calibration, quantizer, lambda: None, keep=False)
+    else:
+        for index in range(source.config.layers):
+            quantizer(index, source.layer(index).to(calibration.device), LayerStatistics({}, {}))
+    return quantizer.models
+
+
+Refinement = list[dict[str, Tensor]]
+
+
+def fitted(
+    model: Model, weights: DecoderWeights, calibration: Calibration, budgets: Sequence[int]
+) -> dict[int, Refinement]:
+    """Refinement values by budget, as they are stored: fitted, then rounded to 4 bits."""
+    config = weights.config
+    run = FitRun(config, calibration.turns(config), budgets, carried=32)
+    hidden = weights.embedding[calibration.tokens.to(calibration.device)]
+    values: dict[int, Refinement] = {k: [] for k in budgets}
+    chosen: dict[str, int] = {}
+    for index in range(config.layers):
+        hidden, fits = fit_layer(run, model.low[index], model.residuals(index), hidden)
+        for k, by_set in fits.items():
+            values[k].append({name: round_residual(fit.values) for name, fit in by_set.items()})
+            for fit in by_set.values():
+                chosen[str(fit.multiplier)] = chosen.get(str(fit.multiplier), 0) + 1
+    print(f"chosen multipliers of lambda: {chosen}", file=sys.stderr)
+    return values
+
+
+def candidates(
+    model: Model, weights: DecoderWeights, calibration: Calibration, budgets: Sequence[int], fit: bool
+) -> Iterator[tuple[dict[str, object], DenseModel]]:
+    yield {"k": 0, "fit": False, "choice": "largest"}, DenseModel(weights)
+    plain = [
+        {name: round_residual(residual) for name, residual in model.residuals(index).items()}
+        for index in range(weights.config.layers)
+    ]
+    for k in (*budgets, 1024):
+        yield {"k": k, "fit": False, "choice": "largest"}, DenseModel(weights, plain, dict.fromkeys(SETS, k))
+    yield {"k": 32, "fit": False, "choice": "random"}, DenseModel(weights, plain, dict.fromkeys(SETS, 32), "random")
+    if fit:
+        for k, values in fitted(model, weights, calibration, budgets).items():
+            yield {"k": k, "fit": True, "choice": "largest"}, DenseModel(weights, values, dict.fromkeys(SETS, k))
+
+
+def references(weights: DecoderWeights, windows: Sequence[Sequence[int]]) -> Iterator[Reference]:
+    for window in windows:
+        yield dense_reference(weights, window)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, nargs="+", required=True, help="a .gguf file, its parts, or a folder")
+    parser.add_argument("--text", type=Path, required=True, help="what is scored")
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--window", type=int, default=2048, help="tokens a window; all but the first are scored")
+    parser.add_argument("--calibration", default="python", help="python (its own help), rest (of the text), or a file")
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--bases", nargs="+", default=["rtn", "awq", "sqllm", "lnq"])
+    parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--groups", type=int, nargs="+", default=[64])
+    parser.add_argument("--guides", type=int, nargs="+", default=[1, GUIDES])
+    parser.add_argument("--k", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--no-fit", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    return parser.parse_args()
+
+
+def variants_of(arguments: argparse.Namespace) -> list[Variant]:
+    found = []
+    for bits in arguments.bits:
+        for base in arguments.bases:
+            if base == "rtn" or (base == "awq" and bits > 2):
+                found += [Variant(base, bits, group) for group in arguments.groups]
+            elif base == "sqllm":
+                found.append(Variant(base, bits))
+            elif base == "lnq":
+                found += [Variant(base, bits, guides=guides) for guides in arguments.guides]
+    return found
+
+
+def open_model(parts: Sequence[Path], folder: Path) -> ModelSource:
+    if len(parts) == 1:
+        return open_source(parts[0])
+    joined = folder / "model.gguf"
+    with joined.open("wb") as whole:
+        for part in parts:
+            with part.open("rb") as file:
+                shutil.copyfileobj(file, whole)
+    return open_source(joined)
+
+
+def calibration_tokens(arguments: argparse.Namespace, source: ModelSource, used: int) -> Tensor:
+    tokenizer = source.tokenizer()
+    if arguments.calibration == "rest":
+        tokens = torch.tensor(tokenizer.encode(read_text(arguments.text)).ids[used:])
+        return tokens[: arguments.sequences * arguments.length].view(-1, arguments.length)
+    text = python_prose() if arguments.calibration == "python" else read_text(Path(arguments.calibration))
+    return calibration_windows(arguments.calibration, tokenizer, text, arguments.sequences, arguments.length)
+
+
+def main() -> None:
+    arguments = parse()
+    device = torch.device(arguments.device)
+    with tempfile.TemporaryDirectory() as name:
+        source = open_model(arguments.model, Path(name))
+        ids = source.tokenizer().encode(read_text(arguments.text)).ids
+        windows = cut_windows(arguments.text, ids, arguments.window - 1, arguments.windows)
+        tokens = calibration_tokens(arguments, source, arguments.window * arguments.windows)
+        calibration = Calibration(tokens, StateFolder(Path(name) / "states"), device, guide_groups=GUIDES)
+        reference = DecoderWeights.read(source).to(device)
+        started = time.monotonic()
+        models = quantize_all(source, calibration, variants_of(arguments))
+        print(f"all bases: {time.monotonic() - started:.1f} s", file=sys.stderr)
+        for variant, model in models.items():
+            report(variant, model, reference, windows, calibration, arguments)
+            model.low.clear(), model.exact.clear()
+
+
+def report(
+    variant: Variant,
+    model: Model,
+    reference: DecoderWeights,
+    windows: Sequence[Sequence[int]],
+    calibration: Calibration,
+    arguments: argparse.Namespace,
+) -> None:
+    started = time.monotonic()
+    tried = list(candidates(model, model.weights(reference), calibration, arguments.k, not arguments.no_fit))
+    scores: list[list[Score]] = [[] for _ in tried]
+    exact: list[Score] = []
+    for window in references(reference, windows):
+        exact.append(window.score)
+        for found, (_, candidate) in zip(scores, tried, strict=True):
+            found.append(dense_score(candidate, window))
+    settings = {"base": variant.base, "bits": variant.bits, "group": variant.group, "guides": variant.guides}
+    for (row, _), found in zip(tried, scores, strict=True):
+        score = join_scores(found)
+        numbers = {"kl": score.kl, "kl_top_1024": score.kl_top, "ppl": score.perplexity}
+        rest = {
+            "reference_ppl": join_scores(exact).perplexity,
+            "bits_per_weight": model.bits_per_weight,
+            "calibration": arguments.calibration,
+            "calibration_tokens": calibration.tokens.numel(),
+            "tokens": score.tokens,
+        }
+        print(json.dumps(settings | row | numbers | rest), flush=True)
+    print(f"{variant}: {time.monotonic() - started:.1f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
