@@ -86,8 +86,9 @@ class Client:
         self.page["step_begun"], self.page["step_ended"] = begun, ended
 
     def begin(self) -> None:
-        """Enter a step."""
-        attach_block.begin_step(self.block)
+        """Enter a step; a reader that sleeps is rung for."""
+        if attach_block.begin_step(self.block):
+            os.eventfd_write(self.tier.doorbell, 1)
 
     def end(self) -> bool:
         """Leave it; whether it was valid."""

@@ -215,3 +215,13 @@ def test_awaited_fill_is_pinned_until_the_deadline(disk: Disk, ahead: int, pinne
     disk.fill(5)
     (slot,) = [slot for slot in disk.rig.core.slots if slot["state"] == VALID]
     assert int(slot["pinned"]) == (deadline if pinned else 0)
+
+
+def test_large_records_wait_for_each_other_and_take_no_page_of_others(tmp_path: Path) -> None:
+    """One slot a page: only so many may be filling at a time, and unused pages are taken before anybody's."""
+    rig = Rig([make_store(tmp_path / "store", [(10, 1000), (6, 262_144)])], pages=8)
+    disk = Disk(rig)
+    disk.fill(*range(16))
+    disk.check_served(*range(16))
+    assert disk.count("fills", "evictions", "page_moves") == (16, 0, 0)
+    rig.close()
