@@ -1,0 +1,203 @@
+// Matrix-vector product with low-bit weights; lowbit_gemv.py gives the formula and every byte of the operands.
+//
+// One block computes 16·TILES rows for 1 … 8·COLUMNS inputs; its warps share the strips of 256 channels among
+// themselves and add up through shared memory in a fixed order, so equal operands give equal bits. A warp turns codes
+// into fragments of the tensor core's m16n8k16 product in registers: weights are its 16 rows, inputs its 8 columns,
+// sums are float32. Nothing is included, so that the compiler needs no headers.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+#ifndef HOST_EMULATION  // a test compiles the rest for the host and brings its own versions of these
+__device__ __forceinline__ uint4 load_once(const uint4* address) {
+  uint4 v;
+  asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+  return v;
+}
+// Inputs may be written by the kernel before this one while this one waits: not through the read-only path.
+__device__ __forceinline__ uint4 load_input(const uint4* address) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+  return v;
+}
+__device__ __forceinline__ u32 add_halves(u32 a, u32 b) {
+  u32 d;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ __forceinline__ float low_half(u32 v) {
+  float f;
+  asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(f) : "r"(v));
+  return f;
+}
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// With programmatic dependent launch the next kernel starts now and fetches its first weights while this one runs;
+// it waits before it touches anything that this one writes. Without it both are no-ops.
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#else
+__device__ __forceinline__ void let_next_kernel_start() {}
+__device__ __forceinline__ void wait_for_previous_kernel() {}
+#endif
+#endif
+
+// Word i of a tile with each of its eight codes in a nibble of its own.
+template <int BITS>
+__device__ __forceinline__ u32 nibbles(const u32* words, int i) {
+  if (BITS == 4) return words[i];
+  u32 low = (words[i >> 1] >> (2 * (i & 1))) & 0x33333333u;
+  if (BITS == 2) return low;
+  u32 high = i == 0 ? words[2] << 2 : i == 1 ? words[2] << 1 : i == 2 ? words[2] : words[2] >> 1;
+  return low | (high & 0x44444444u);
+}
+
+// Codes minus zero-point as float16, exactly: a code in the low bits of 1024 (0x6400) is 1024 + code, and four bits
+// further up 1024 + 16·code. `first` is -(1024 + zero) of row g, `second` -(64 + zero) of row g + 8.
+__device__ __forceinline__ void spread(u32 (&a)[4], u32 codes, u32 first, u32 second) {
+  const u32 sixteenth = 0x2C002C00u;
+  u32 later = codes >> 8;
+  a[0] = add_halves((codes & 0x000F000Fu) | 0x64006400u, first);
+  a[1] = fma_halves((codes & 0x00F000F0u) | 0x64006400u, sixteenth, second);
+  a[2] = add_halves((later & 0x000F000Fu) | 0x64006400u, first);
+  a[3] = fma_halves((later & 0x00F000F0u) | 0x64006400u, sixteenth, second);
+}
+
+// Four bytes of a table of 2^BITS bytes, chosen by the four nibbles of `codes`' low half.
+template <int BITS>
+__device__ __forceinline__ u32 choose(const u32* table, u32 codes) {
+  if (BITS == 2) return __byte_perm(table[0], 0, codes);
+  if (BITS == 3) return __byte_perm(table[0], table[1], codes);
+  u32 entry = codes & 0x7777u;
+  u32 upper = 0x3210u | ((codes & 0x8888u) >> 1);
+  return __byte_perm(__byte_perm(table[0], table[1], entry), __byte_perm(table[2], table[3], entry), upper);
+}
+
+// Codebook values of four codes of one row: low bytes from the table's first half, high bytes from its second.
+template <int BITS>
+__device__ __forceinline__ void look_up(u32& first, u32& second, const u32* table, u32 codes) {
+  u32 low = choose<BITS>(table, codes), high = choose<BITS>(table + (1 << BITS) / 4, codes);
+  first = __byte_perm(low, high, 0x5140u);
+  second = __byte_perm(low, high, 0x7362u);
+}
+
+template <int COUNT>
+__device__ __forceinline__ void fetch(u32* to, const uint4* from, int stride) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    uint4 v = load_once(from + i * stride);
+    to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
+  }
+}
+
+// GROUPS: groups in a strip (4, 2), or 0 for a codebook. DEPTH: strips in flight a warp. ADD: add to y, else store.
+template <int BITS, int GROUPS, int TILES, int WARPS, int DEPTH, int COLUMNS, int ADD>
+__global__ void __launch_bounds__(32 * WARPS)
+lowbit_gemv(const uint4* words, const uint4* meta, const u16* x, float* y, int rows, int inputs, int strips, int batch) {
+  constexpr int META = GROUPS ? GROUPS / 2 : 1;              // uint4 a strip and lane
+  constexpr int TABLE = GROUPS ? 4 : 2 * (1 << BITS) / 4;    // words of one row's codebook
+  __shared__ float partial[WARPS][16 * TILES][8 * COLUMNS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int tile0 = blockIdx.x * TILES;
+
+  u32 w[DEPTH][TILES][4 * BITS], m[DEPTH][TILES][4 * META], table[TILES][2][TABLE];
+  auto prefetch = [&](int d, int strip) {
+#pragma unroll
+    for (int r = 0; r < TILES; r++) {
+      size_t at = (size_t)(tile0 + r) * strips + strip;
+      fetch<BITS>(w[d][r], words + at * (BITS * 32) + lane, 32);
+      if (GROUPS) fetch<META>(m[d][r], meta + (at * 8 + g) * META, 1);
+    }
+  };
+  let_next_kernel_start();
+#pragma unroll
+  for (int d = 0; d < DEPTH; d++)
+    if (warp + d * WARPS < strips) prefetch(d, warp + d * WARPS);
+  if (!GROUPS) {
+    const u32* tables = (const u32*)meta + (size_t)tile0 * 16 * TABLE;
+#pragma unroll
+    for (int r = 0; r < TILES; r++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int i = 0; i < TABLE; i++) table[r][half][i] = tables[(16 * r + 8 * half + g) * TABLE + i];
+  }
+  float sum[TILES][COLUMNS][4] = {};
+  wait_for_previous_kernel();
+
+  for (int base = warp; base < strips; base += WARPS * DEPTH) {
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++) {
+      const int strip = base + d * WARPS;
+      if (strip >= strips) break;
+      uint4 in[COLUMNS][8];
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const int k = 256 * strip + 32 * i + 8 * t;
+          in[c][i] = make_uint4(0, 0, 0, 0);
+          if (8 * c + g < batch && k < inputs) in[c][i] = load_input((const uint4*)(x + (size_t)(8 * c + g) * inputs + k));
+        }
+#pragma unroll
+      for (int r = 0; r < TILES; r++) {
+        float part[COLUMNS][4] = {};
+#pragma unroll
+        for (int i = 0; i < 16; i++) {  // one product of 16 channels each
+          u32 codes = nibbles<BITS>(&w[d][r][BITS * (i / 4)], i % 4), a[4];
+          if (GROUPS) {
+            const u32 *pair = &m[d][r][2 * (i * GROUPS / 16)];
+            u32 zero0 = __byte_perm(pair[0], 0, 0x3232u), zero1 = __byte_perm(pair[1], 0, 0x3232u);
+            spread(a, codes, zero0 | 0xE400E400u, (zero1 << 4) | 0xD400D400u);
+          } else {
+            look_up<BITS>(a[0], a[2], table[r][0], codes);
+            look_up<BITS>(a[1], a[3], table[r][1], codes >> 16);
+          }
+#pragma unroll
+          for (int c = 0; c < COLUMNS; c++) {
+            uint4 v = in[c][i / 2];
+            multiply(GROUPS ? part[c] : sum[r][c], a, i % 2 ? v.z : v.x, i % 2 ? v.w : v.y);
+          }
+          if (GROUPS && (i + 1) * GROUPS % 16 == 0) {  // the group ends here: its scales, then from zero again
+            const u32 *pair = &m[d][r][2 * (i * GROUPS / 16)];
+            const float scale0 = low_half(pair[0]), scale1 = low_half(pair[1]);
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) {
+              sum[r][c][0] += scale0 * part[c][0], sum[r][c][1] += scale0 * part[c][1];
+              sum[r][c][2] += scale1 * part[c][2], sum[r][c][3] += scale1 * part[c][3];
+              part[c][0] = part[c][1] = part[c][2] = part[c][3] = 0;
+            }
+          }
+        }
+      }
+      if (strip + DEPTH * WARPS < strips) prefetch(d, strip + DEPTH * WARPS);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < TILES; r++)
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) partial[warp][16 * r + g + 8 * (i / 2)][8 * c + 2 * t + i % 2] = sum[r][c][i];
+  __syncthreads();
+  for (int i = threadIdx.x; i < 16 * TILES * batch; i += 32 * WARPS) {
+    const int local = i % (16 * TILES), column = i / (16 * TILES), row = 16 * tile0 + local;
+    float total = 0;
+#pragma unroll
+    for (int s = 0; s < WARPS; s++) total += partial[s][local][column];
+    if (row >= rows) continue;
+    if (ADD) atomicAdd(y + (size_t)column * rows + row, total);
+    else y[(size_t)column * rows + row] = total;
+  }
+}

@@ -1,0 +1,154 @@
+"""Low-bit products: bytes against the definition, the portable path, and the CUDA source itself on an emulated warp."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from strataflux.kernels.lowbit_gemv import (
+    LowbitWeights,
+    Plan,
+    gemv,
+    gemv_reference,
+    instance_name,
+    pack_codebook,
+    pack_scaled,
+    unpack,
+)
+
+pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
+
+SOURCE = Path(__file__).parents[2] / "kernels" / "lowbit_gemv.cu"
+
+# rows, inputs, group, batch: odd numbers of rows, short strips, more than one strip, padding in both directions.
+SHAPES = ((17, 128, 128, 1), (40, 576, 64, 2), (33, 512, 128, 1), (32, 64, 64, 16))
+
+
+def scaled(bits: int, rows: int, inputs: int, group: int, device: torch.device) -> tuple[LowbitWeights, Tensor]:
+    """Packed weights, and the float64 weights they stand for."""
+    codes = torch.randint(0, 1 << bits, (rows, inputs), dtype=torch.uint8)
+    scales = (torch.rand(rows, inputs // group) * 0.02 + 0.001).half()
+    zeros = torch.randint(0, 1 << bits, scales.shape, dtype=torch.uint8)
+    values = (codes.double().view(rows, -1, group) - zeros.double()[..., None]) * scales.double()[..., None]
+    packed = pack_scaled(codes.to(device), scales.to(device), zeros.to(device), bits, group)
+    return packed, values.view(rows, inputs)
+
+
+def codebook(bits: int, rows: int, inputs: int, device: torch.device) -> tuple[LowbitWeights, Tensor]:
+    codes = torch.randint(0, 1 << bits, (rows, inputs), dtype=torch.uint8)
+    tables = torch.randn(rows, 1 << bits).half()
+    return pack_codebook(codes.to(device), tables.to(device), bits), tables.double().gather(1, codes.long())
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """To float32's rounding of a sum; a NaN is never close."""
+    return bool((found.double().cpu() - expected).norm() <= 1e-6 * expected.norm())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_weights_are_the_weights(bits: int, shape: tuple[int, int, int, int], device: torch.device) -> None:
+    rows, inputs, group, _ = shape
+    packed, values = scaled(bits, rows, inputs, group, device)
+    assert torch.equal(unpack(packed).cpu(), values)
+    packed, values = codebook(bits, rows, inputs, device)
+    assert torch.equal(unpack(packed).cpu(), values)
+
+
+def test_size_is_what_the_format_says() -> None:
+    packed, _ = scaled(3, 32, 512, 128, torch.device("cpu"))
+    assert packed.bytes == 32 * 512 * 3 // 8 + 32 * 4 * 4
+    packed, _ = codebook(4, 32, 512, torch.device("cpu"))
+    assert packed.bytes == 32 * 512 // 2 + 32 * 32
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_portable_path(bits: int, shape: tuple[int, int, int, int], device: torch.device) -> None:
+    rows, inputs, group, batch = shape
+    x = torch.randn(batch, inputs).half()
+    packed, values = scaled(bits, rows, inputs, group, device)
+    y = torch.full((batch, rows), torch.nan, device=device)
+    gemv(packed, x.to(device), y, path="triton")
+    assert close(y, x.double() @ values.t())
+    packed, values = codebook(bits, rows, inputs, device)
+    y = torch.ones(batch, rows, device=device)
+    gemv(packed, x.to(device), y, path="triton", add=True)
+    assert close(y, 1 + x.double() @ values.t())
+
+
+def emulated(source: str, folder: Path) -> ctypes.CDLL:
+    """The library of a C++ source that includes the emulation and the kernel."""
+    (folder / "case.cpp").write_text(
+        f'#include "{Path(__file__).parent}/warp_emulation.h"\n#include "{SOURCE}"\n{source}'
+    )
+    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-o", "case.so", "case.cpp"]
+    subprocess.run(command, cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "case.so"))
+
+
+CASES = (
+    # kind, bits, group, rows, inputs, batch, plan, add
+    ("scaled", 4, 128, 33, 640, 1, Plan(1, 2, 2), False),
+    ("scaled", 3, 64, 17, 576, 2, Plan(2, 2, 1), True),
+    ("scaled", 2, 128, 20, 256, 9, Plan(1, 1, 1), False),
+    ("codebook", 4, 0, 33, 264, 1, Plan(1, 2, 1), True),
+    ("codebook", 3, 0, 40, 520, 16, Plan(2, 1, 2), False),
+    ("codebook", 2, 0, 16, 768, 3, Plan(1, 2, 2), False),
+)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the CUDA source for the host with")
+@pytest.mark.parametrize("case", CASES)
+def test_cuda_source_on_an_emulated_warp(case: tuple[str, int, int, int, int, int, Plan, bool], tmp_path: Path) -> None:
+    kind, bits, group, rows, inputs, batch, plan, add = case
+    host = torch.device("cpu")
+    make = scaled(bits, rows, inputs, group, host) if kind == "scaled" else codebook(bits, rows, inputs, host)
+    packed, values = make
+    x = torch.randn(batch, inputs).half()
+    y = torch.full((batch, rows), 1.0 if add else torch.nan)
+    tiles, strips = packed.words.shape[:2]
+    library = emulated(
+        f"""extern "C" void run(const uint4* words, const uint4* meta, const u16* x, float* y) {{
+          run_blocks({tiles // plan.tiles}, {32 * plan.warps}, [=] {{
+            {instance_name(packed, plan, batch, add=add)}(words, meta, x, y, {rows}, {inputs}, {strips}, {batch});
+          }});
+        }}""",
+        tmp_path,
+    )
+    library.run(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in (packed.words, packed.meta, x, y)))
+    assert close(y, x.double() @ values.t() + int(add))
+
+
+def test_reference_is_the_definition() -> None:
+    packed, values = scaled(3, 24, 192, 64, torch.device("cpu"))
+    x = torch.randn(3, 192).half()
+    assert torch.equal(gemv_reference(packed, x), x.double() @ values.t())
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "bits", "group", "message"),
+    [
+        (8, 256, 5, 128, "codes of 5 bits"),
+        (8, 256, 4, 32, "groups of 32"),
+        (8, 192, 4, 128, "groups of 128 in 192"),
+        (8, 12, 4, 64, "12 inputs"),
+    ],
+)
+def test_what_has_no_kernel_is_refused(rows: int, inputs: int, bits: int, group: int, message: str) -> None:
+    codes = torch.zeros(rows, inputs, dtype=torch.uint8)
+    pairs = torch.zeros(rows, max(1, inputs // group))
+    with pytest.raises(ValueError, match=message):
+        pack_scaled(codes, pairs.half(), pairs.byte(), bits, group)
+
+
+def test_operands_are_checked() -> None:
+    packed, _ = scaled(4, 32, 128, 128, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"expected \[batch, 128\]"):
+        gemv(packed, torch.zeros(17, 128).half(), torch.zeros(17, 32))
+    with pytest.raises(ValueError, match="expected contiguous float16 and float32"):
+        gemv(packed, torch.zeros(1, 128), torch.zeros(1, 32))
