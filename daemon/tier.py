@@ -83,8 +83,12 @@ class Tier:
         # reader thread only
         self.rows: dict[int, _Row] = {}
         self.invalid_closed = 0  # rubbish entries of sessions that are gone
-        self.core = self._make_core(weight_bytes, depth)
-        self._add_stores()
+        try:
+            self.core = self._make_core(weight_bytes, depth)
+            self._add_stores()
+        except BaseException:
+            self._drop_memory()
+            raise
         self.pool = self._make_pool(depth)
         rd = self.core.rd[0]
         rd["page"] = self.daemon_page.address
@@ -205,7 +209,11 @@ class Tier:
         geometry = layout.session_geometry(request.ring_log2, stamps_count, 0)
         session_id = secrets.randbits(63)
         view = create("strataflux-view", layout.PAGE_HEADER_BYTES, reserve=True)
-        page = create("strataflux-session", geometry.total_bytes, reserve=False)
+        try:
+            page = create("strataflux-session", geometry.total_bytes, reserve=False)
+        except BaseException:
+            view.close()
+            raise
         self._write_header(view, layout.SESSION_VIEW, layout.VIEW_MAGIC, session_id)
         self._write_header(page, layout.SESSION_PAGE, layout.SESSION_MAGIC, session_id)
         row = self.core.sessions[index]
@@ -256,8 +264,11 @@ class Tier:
             row.view.close()
             row.page.close()
         self.rows.clear()
+        self._drop_memory()
+        for store in self.stores:
+            store.close()
+
+    def _drop_memory(self) -> None:
         for segment in (self.daemon_page, *self.directories, *(s.segment for s in self.segments)):
             segment.close()
         os.close(self.doorbell)
-        for store in self.stores:
-            store.close()
