@@ -1,8 +1,9 @@
-"""Ask a daemon for its numbers, over its control socket."""
+"""Ask a daemon for its state and its numbers, over its control socket."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import grpc
 
@@ -26,19 +27,36 @@ class Control:
         self._stub = control_pb2_grpc.ControlStub(self._channel)
 
     def stats(self) -> control_pb2.Stats:
-        """All numbers of the data path now.
+        """All numbers of the data path now. Raises DaemonUnavailableError, as every question here."""
+        answer: control_pb2.Stats = self._ask(self._stub.GetStats, control_pb2.GetStatsRequest())
+        return answer
+
+    def info(self) -> control_pb2.GetInfoResponse:
+        """Who answers, and in which state."""
+        answer: control_pb2.GetInfoResponse = self._ask(self._stub.GetInfo, control_pb2.GetInfoRequest())
+        return answer
+
+    def stores(self) -> list[control_pb2.Store]:
+        """The stores that are served; their paths only for administrators."""
+        return list(self._ask(self._stub.ListStores, control_pb2.ListStoresRequest()).stores)
+
+    def sessions(self) -> list[control_pb2.Session]:
+        """The sessions that live."""
+        return list(self._ask(self._stub.ListSessions, control_pb2.ListSessionsRequest()).sessions)
+
+    def _ask(self, method: Callable[..., Any], request: object) -> Any:
+        """Call ``method``.
 
         Raises:
             DaemonUnavailableError: nobody answers.
         """
         try:
-            answer: control_pb2.Stats = self._stub.GetStats(control_pb2.GetStatsRequest(), timeout=_CALL_SECONDS)
+            return method(request, timeout=_CALL_SECONDS)
         except grpc.RpcError as error:
             found = f"{error.code().name}: {error.details()}"
             raise DaemonUnavailableError(
-                self._path, found, "a stratafluxd that answers", "see the log of the service"
+                self._path, found, "a stratafluxd that answers", "run strataflux doctor, or see the log of the service"
             ) from error
-        return answer
 
     def close(self) -> None:
         """Hang up. Idempotent."""
