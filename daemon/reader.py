@@ -26,7 +26,7 @@ from strataflux.proto.atomics import (
     store_release_u32,
     store_u32,
 )
-from strataflux.proto.compiled import compiled
+from strataflux.proto.compiled import borrowing
 
 __all__ = ["run", "sweep"]
 
@@ -43,7 +43,7 @@ _SPIN_US = 50
 _NAP_US = 200
 
 
-@compiled
+@borrowing
 def run(c: Core, e: Any) -> None:
     """Sweep until Python has something to say (``commands``) or the loop idled once."""
     while load_acquire_u64(c.rd.ctypes.data + _COMMANDS) == 0:
@@ -57,7 +57,7 @@ def run(c: Core, e: Any) -> None:
             return
 
 
-@compiled
+@borrowing
 def sweep(c: Core, e: Any) -> tuple[bool, bool]:
     """One turn: (something was done, some session is inside a step)."""
     _advance_clock(c)
@@ -78,7 +78,7 @@ def sweep(c: Core, e: Any) -> tuple[bool, bool]:
     return work > 0, inside
 
 
-@compiled
+@borrowing
 def _advance_clock(c: Core) -> None:
     """The clock moves once a sweep and at most once a millisecond; clients stamp with it."""
     rd = c.rd[0]
@@ -93,7 +93,7 @@ def _advance_clock(c: Core) -> None:
         store_u32(rd.page + _CLOCK, rd.clock)
 
 
-@compiled
+@borrowing
 def _announce(c: Core) -> None:
     """Tell sessions that something was filled; wake those that wait for it."""
     c.rd[0].filled_now = 0
@@ -109,7 +109,7 @@ def _announce(c: Core) -> None:
             futex_wake(session.view_page + _FILLS)
 
 
-@compiled
+@borrowing
 def _sleep(c: Core, e: Any, inside: bool) -> bool:
     """Wait for a doorbell, a completion or the time-out; True if the loop was idle through a whole long wait.
 
@@ -132,7 +132,7 @@ def _sleep(c: Core, e: Any, inside: bool) -> bool:
     return result < 0 and rd.in_flight == 0
 
 
-@compiled
+@borrowing
 def _anything_new(c: Core) -> bool:
     """Some session is inside a step, or published requests that were not taken."""
     for place in range(c.stamp_owner[layout.MAX_SESSIONS]):

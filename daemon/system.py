@@ -8,7 +8,7 @@ from numba import types
 
 from strataflux.cache_policy.base import wide
 from strataflux.proto.atomics import load_u32, load_u64, store_u64
-from strataflux.proto.compiled import compiled
+from strataflux.proto.compiled import borrowing
 
 __all__ = ["PREADV2", "call", "eventfd_drain", "eventfd_signal", "futex_wake", "monotonic_us", "poll2"]
 
@@ -29,7 +29,7 @@ _CLOCK_MONOTONIC: Final = 1
 _POLLIN: Final = 1
 
 
-@compiled
+@borrowing
 def call(number: int, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
     """A raw system call: its result, or -errno."""
     result = _libc_syscall(number, a, b, c, d, e, f)
@@ -38,33 +38,33 @@ def call(number: int, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
     return wide(result)
 
 
-@compiled
+@borrowing
 def monotonic_us(scratch: int) -> int:
     """CLOCK_MONOTONIC in microseconds; ``scratch`` is the address of 16 bytes of ours."""
     _libc_clock(_CLOCK_MONOTONIC, scratch)
     return wide(load_u64(scratch)) * 1_000_000 + wide(load_u64(scratch + 8)) // 1000
 
 
-@compiled
+@borrowing
 def eventfd_signal(descriptor: int, scratch: int, count: int) -> int:
     """Add ``count`` to an eventfd."""
     store_u64(scratch, count)
     return call(_WRITE, descriptor, scratch, 8, 0, 0, 0)
 
 
-@compiled
+@borrowing
 def eventfd_drain(descriptor: int, scratch: int) -> int:
     """Read a non-blocking eventfd back to zero (or take one token of a semaphore)."""
     return call(_READ, descriptor, scratch, 8, 0, 0, 0)
 
 
-@compiled
+@borrowing
 def futex_wake(address: int) -> int:
     """Wake every process that sleeps on the u32 at ``address`` (shared mappings)."""
     return call(_FUTEX, address, _FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
 
 
-@compiled
+@borrowing
 def poll2(first: int, second: int, timeout_us: int, scratch: int) -> int:
     """Wait until one of two descriptors (-1 = none) is readable or the time is over. ``scratch``: 32 bytes of ours."""
     store_u64(scratch, np.uint64(np.uint32(first)) | np.uint64(_POLLIN << 32))

@@ -17,12 +17,12 @@ from typing import Any
 from strataflux.cache_policy.base import wide
 from strataflux.daemon.engines import board, uring
 from strataflux.daemon.engines.layout import ENGINE, URING
-from strataflux.proto.compiled import compiled
+from strataflux.proto.compiled import borrowing
 
 __all__ = ["ENGINE", "flush", "reap", "submit", "wait"]
 
 
-@compiled
+@borrowing
 def submit(e: Any, window: int, descriptor: int, address: int, length: int, offset: int) -> None:
     """Prepare one read of ``length`` bytes at ``offset`` into ``address``; ``window`` names it in ``reap``."""
     if e[0].kind == URING:
@@ -31,7 +31,7 @@ def submit(e: Any, window: int, descriptor: int, address: int, length: int, offs
         board.submit(e, window, descriptor, address, length, offset)
 
 
-@compiled
+@borrowing
 def flush(e: Any) -> int:
     """Start every submitted read and let completions appear; 0, or -errno (what was not taken stays submitted)."""
     if e[0].kind == URING:
@@ -39,7 +39,7 @@ def flush(e: Any) -> int:
     return wide(board.flush(e))
 
 
-@compiled
+@borrowing
 def reap(e: Any, finished: Any) -> int:
     """Completions into ``finished`` (i8 [2, depth]: windows, results); returns how many."""
     if e[0].kind == URING:
@@ -47,7 +47,7 @@ def reap(e: Any, finished: Any) -> int:
     return wide(board.reap(e, finished))
 
 
-@compiled
+@borrowing
 def wait(e: Any, timeout_us: int, scratch: int) -> int:
     """Flush and sleep; 0, or -errno (ETIME: nothing happened). ``scratch`` is the address of 40 bytes of ours."""
     if e[0].kind == URING:

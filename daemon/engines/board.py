@@ -26,7 +26,7 @@ from strataflux.proto.atomics import (
     store_u32,
     store_u64,
 )
-from strataflux.proto.compiled import compiled
+from strataflux.proto.compiled import borrowing, compiled
 
 __all__ = ["Board", "claim", "finish", "flush", "open_board", "reap", "submit", "wait", "work"]
 
@@ -82,7 +82,7 @@ def open_board(depth: int, doorbell: int) -> Board:
     return Board(state, [order, jobs, words], [tokens, done])
 
 
-@compiled
+@borrowing
 def submit(e: Any, window: int, descriptor: int, address: int, length: int, offset: int) -> None:
     """As :func:`strataflux.daemon.engines.submit`."""
     job = e[0].jobs + window * _JOB
@@ -111,7 +111,7 @@ def flush(e: Any) -> int:
     return min(eventfd_signal(e[0].tokens, scratch.ctypes.data, count), 0)
 
 
-@compiled
+@borrowing
 def wait(e: Any, timeout_us: int, scratch: int) -> int:
     """As :func:`strataflux.daemon.engines.wait`."""
     flush(e)
@@ -122,7 +122,7 @@ def wait(e: Any, timeout_us: int, scratch: int) -> int:
     return 0 if woken > 0 else -_TIMED_OUT
 
 
-@compiled
+@borrowing
 def claim(e: Any) -> int:
     """A worker's next job (its window), after it took one token."""
     position = wide(add_u64(e[0].claimed, 1)) & e[0].order_mask
@@ -164,7 +164,7 @@ def work(e: Any) -> None:
             finish(e, window, result)
 
 
-@compiled
+@borrowing
 def reap(e: Any, finished: Any) -> int:
     """As :func:`strataflux.daemon.engines.reap`: look at every job that may be done."""
     count = 0

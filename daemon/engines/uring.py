@@ -30,7 +30,7 @@ from strataflux.proto.atomics import (
     store_u32,
     store_u64,
 )
-from strataflux.proto.compiled import compiled
+from strataflux.proto.compiled import borrowing
 
 __all__ = ["UringEngine", "flush", "open_uring", "reap", "submit", "wait"]
 
@@ -160,7 +160,7 @@ def _register_pool(descriptor: int, address: int, size: int) -> bool:
     return call(_REGISTER, descriptor, _REGISTER_BUFFERS, vector.ctypes.data, 1, 0, 0) == 0
 
 
-@compiled
+@borrowing
 def submit(e: Any, window: int, descriptor: int, address: int, length: int, offset: int) -> None:
     """As :func:`strataflux.daemon.engines.submit`. The ring has an entry for every window, so there is always room."""
     tail = load_u32(e[0].sq_tail)
@@ -179,7 +179,7 @@ def submit(e: Any, window: int, descriptor: int, address: int, length: int, offs
     e[0].unflushed += 1
 
 
-@compiled
+@borrowing
 def _arm_doorbell(e: Any) -> None:
     """Ask for a completion each time the doorbell rings (multishot poll), so that one system call waits for both."""
     tail = load_u32(e[0].sq_tail)
@@ -196,7 +196,7 @@ def _arm_doorbell(e: Any) -> None:
     e[0].armed = 1
 
 
-@compiled
+@borrowing
 def _enter(e: Any, wanted: int, flags: int, argument: int, size: int) -> int:
     taken = call(_ENTER, e[0].ring, e[0].unflushed, wanted, flags, argument, size)
     e[0].system_calls += 1
@@ -205,13 +205,13 @@ def _enter(e: Any, wanted: int, flags: int, argument: int, size: int) -> int:
     return min(taken, 0)
 
 
-@compiled
+@borrowing
 def flush(e: Any) -> int:
     """As :func:`strataflux.daemon.engines.flush`; with deferred task work it also lets completions appear."""
     return _enter(e, 0, _ENTER_GETEVENTS if e[0].deferred else 0, 0, 0)
 
 
-@compiled
+@borrowing
 def wait(e: Any, timeout_us: int, scratch: int) -> int:
     """As :func:`strataflux.daemon.engines.wait`: submit, let completions appear and wait, in one system call."""
     if not e[0].armed:
@@ -224,7 +224,7 @@ def wait(e: Any, timeout_us: int, scratch: int) -> int:
     return _enter(e, 1, _ENTER_GETEVENTS | _ENTER_EXT_ARG, scratch, 24)
 
 
-@compiled
+@borrowing
 def reap(e: Any, finished: Any) -> int:
     """As :func:`strataflux.daemon.engines.reap`; a doorbell's completion is only taken note of."""
     head = wide(load_u32(e[0].cq_head))
