@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from strataflux.client import attach_block, directory
 from strataflux.client.attach_block import Mapped
-from strataflux.daemon import cache, grace, reader
+from strataflux.daemon import grace, integrity, reader
 from strataflux.daemon.engines.board import Board, open_board
 from strataflux.daemon.engines.uring import UringEngine
 from strataflux.daemon.interface import SessionRequest
@@ -185,7 +185,7 @@ class Rig:
 
     def integrity(self) -> int:
         """0, or the code of the first broken invariant of the cache."""
-        return int(cache.check_integrity(self.core))
+        return int(integrity.check_integrity(self.core))
 
     def intact(self) -> None:
         """Assert every invariant of the cache."""

@@ -197,6 +197,10 @@ def clear_entry(rig: Rig, entry: int) -> None:
     rig.entries()[0] = layout.ENTRY_ABSENT
 
 
+def stale_entry(rig: Rig, entry: int) -> None:
+    rig.entries()[9] = cache.slot_number(rig.core, entry) + 1
+
+
 def stale_pending(rig: Rig, entry: int) -> None:
     cache.set_pending(rig.core, 0, 0, entry + 1)
 
@@ -231,6 +235,7 @@ def class_counter(rig: Rig, entry: int) -> None:
         (set_class("free", 1), {4}),
         (set_class("retired", 1), {4}),
         (set_class("filling", 1), {4}),
+        (stale_entry, {5}),
         (class_counter, set(range(11, 20))),
         (unlinked, set(range(21, 30))),
     ],
