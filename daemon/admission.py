@@ -59,12 +59,10 @@ class Admission:
                 str(layout.LAYOUT_VERSION),
                 "install the same version of strataflux on both sides",
             )
-        if hello.kv is not None:
-            raise Refusal("unsupported", "kv", "a KV geometry", "null", "attach without KV: this daemon keeps none")
         self._check_limits(peer, holders)
         indices = self._find_stores(hello, peer, holders)
         self._check_set(hello.largest_set_bytes)
-        return SessionRequest(peer.uid, peer.gid, peer.pid, indices, ring_log2(hello.selections_per_step), None)
+        return SessionRequest(peer.uid, peer.gid, peer.pid, indices, ring_log2(hello.selections_per_step), hello.kv)
 
     def _check_limits(self, peer: Peer, holders: Sequence[Holder]) -> None:
         settings = self.settings

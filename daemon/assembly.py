@@ -1,8 +1,12 @@
 """From the configuration to the open stores and the reader: the one place that imports compiled code."""
 
+import os
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from strataflux.daemon.config import Config
+from strataflux.daemon.kv import KvSettings
 from strataflux.daemon.reader_thread import ReaderSettings, ReaderThread, warm_up
 from strataflux.daemon.store import Store, open_served
 
@@ -36,14 +40,22 @@ def make_reader(config: Config, stores: Sequence[Store], idle_seconds: float) ->
     """The reader, not started. ``idle_seconds`` is how long it may sleep without turning its loop."""
     settings = ReaderSettings(
         weight_bytes=config.cache.weight_bytes,
-        kv_bytes=config.cache.kv_bytes,
         engine=config.reader.engine,
         queue_depth=config.reader.queue_depth,
         grace_seconds=config.reader.grace_seconds,
         threads=config.reader.threads,
         idle_seconds=idle_seconds,
+        kv=_kv_settings(config),
     )
     return ReaderThread(settings, stores)
+
+
+def _kv_settings(config: Config) -> KvSettings | None:
+    if config.kv.sessions == 0:
+        return None
+    state = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
+    folder = config.kv.folder or Path(state or tempfile.gettempdir(), "strataflux-kv")
+    return KvSettings(folder, config.cache.kv_bytes, config.kv.sessions, config.kv.file_bytes, config.kv.free_bytes)
 
 
 def compile_everything() -> None:

@@ -273,8 +273,7 @@ class _Connection:
         elif self.state is State.WAITING and isinstance(message, messages.Hello):
             self._on_hello(message)
         elif self.state is State.ATTACHED and isinstance(message, messages.KvReserve | messages.KvRelease):
-            refusal = Refusal("unsupported", "kv", message.type, "no KV request", "this session has no KV blocks")
-            self.send(_refuse(refusal, message.request))
+            self._server.run(self._answer_kv(message))
         else:
             self._malformed(f"{message.type} while {self.state.name.lower()}", "a message that fits the state")
 
@@ -322,6 +321,25 @@ class _Connection:
         finally:
             for descriptor in opened.descriptors:
                 os.close(descriptor)
+
+    async def _answer_kv(self, message: messages.KvReserve | messages.KvRelease) -> None:
+        """Grant or take back blocks; a release is answered only when its ids may be granted again."""
+        assert self.attached is not None
+        index, reader = self.attached.index, self._server.reader
+        answer: messages.Message
+        try:
+            if isinstance(message, messages.KvReserve):
+                ranges = await asyncio.to_thread(reader.grant_blocks, index, message.blocks)
+                answer = messages.KvReserved(message.request, ranges)
+            else:
+                await asyncio.to_thread(reader.release_blocks, index, message.ranges)
+                answer = messages.KvReleased(message.request)
+        except Refusal as refusal:
+            answer = _refuse(refusal, message.request)
+        except (DaemonError, OSError) as error:
+            answer = _refuse(Refusal("quota", "kv", str(error), "blocks", "see the log of the daemon"), message.request)
+        if self.state is State.ATTACHED:
+            self.send(answer)
 
     def _end_opening(self, refusal: Refusal) -> None:
         self.request = None

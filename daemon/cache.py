@@ -6,14 +6,10 @@ of a slot stand in :mod:`strataflux.daemon.state`. Pairs:
 * ``begin_fill`` / ``publish`` or ``abandon_fill``
 * ``retire`` / ``free`` (in between lies the grace of :mod:`strataflux.daemon.grace`)
 
-Invariants (:func:`check_integrity`): a directory entry names a slot iff that slot is VALID and carries that record;
+Invariants (:mod:`strataflux.daemon.integrity`): a directory entry names a slot iff that slot is VALID and carries that record;
 ``pending`` names a slot iff that slot is FILLING; a class's free list holds exactly its FREE slots; a page's count of
 slots in use equals its FILLING + VALID + RETIRED slots.
 """
-
-from typing import Any
-
-import numpy as np
 
 from strataflux.cache_policy import budget, lru
 from strataflux.cache_policy.base import later_by, wide
@@ -31,24 +27,25 @@ from strataflux.daemon.state import (
 )
 from strataflux.proto import layout
 from strataflux.proto.atomics import load_u32, store_release_u32, store_u32
-from strataflux.proto.compiled import borrowing, compiled
+from strataflux.proto.compiled import borrowing
 
 __all__ = [
     "abandon_fill",
     "ask_page",
     "begin_fill",
-    "check_integrity",
     "drain_page",
     "evict_ahead",
     "evict_one",
     "free",
     "is_draining",
+    "leave_page",
     "pending_of",
     "publish",
     "quarantine",
     "retire",
     "set_pending",
     "slot_address",
+    "slot_entry",
     "slot_number",
     "was_resident",
 ]
@@ -71,6 +68,14 @@ def slot_address(c: Core, entry: int) -> int:
     page = entry // _UNITS
     inside = (entry - page * _UNITS) * c.classes[c.slots[entry].cls].units
     return wide(c.page_address[page] + inside * layout.SLOT_UNIT_BYTES)
+
+
+@borrowing
+def slot_entry(c: Core, number: int) -> int:
+    """Entry of a slot number that a directory of ours names."""
+    page = number // _UNITS
+    first = page * _UNITS
+    return wide(first + (number - first) // c.classes[c.pages.pages[page].owner].units)
 
 
 @borrowing
@@ -315,6 +320,18 @@ def is_draining(c: Core, entry: int) -> bool:
 
 
 @borrowing
+def leave_page(c: Core, page: int) -> None:
+    """FREE → ABSENT for every slot of a page that its class will not use again."""
+    cls = wide(c.pages.pages[page].owner)
+    per_page = _UNITS // c.classes[cls].units
+    for entry in range(page * _UNITS, page * _UNITS + per_page):
+        if c.slots[entry].state == FREE:
+            _unlink_free(c, entry, cls)
+            c.slots[entry].state = ABSENT
+    c.classes[cls].slots -= per_page
+
+
+@borrowing
 def drain_page(c: Core, page: int) -> None:
     """Retire what is VALID in a DRAINING page and take its FREE slots out of circulation."""
     cls = wide(c.pages.pages[page].owner)
@@ -327,51 +344,3 @@ def drain_page(c: Core, page: int) -> None:
             c.slots[entry].state = ABSENT
     if c.pages.pages[page].used == 0:
         _move_page(c, page, cls)
-
-
-@compiled
-def check_integrity(c: Core) -> int:
-    """0, or the code of the first broken invariant of the module: 1 page counts, 2 a free list, 3 a directory or
-    pending entry, 4 a class's counters, 10 + code the budget, 20 + code the policy. Costs a walk of everything.
-    """
-    for cls in range(c.rd[0].n_classes):
-        found = np.zeros(5, np.int64)
-        for page in range(c.rd[0].range_pages):
-            if c.pages.pages[page].state >= budget.OWNED and c.pages.pages[page].owner == cls:
-                code = _check_page(c, page, cls, found)
-                if code:
-                    return code
-        group = c.classes[cls]
-        if found[FREE] != group.free or found[FILLING] != group.filling or found[RETIRED] != group.retired:
-            return 4
-        entry, length = group.free_head, 0
-        while entry != NONE and length <= group.free:
-            if c.slots[entry].state != FREE or c.slots[entry].cls != cls:
-                return 2
-            entry, length = wide(c.slots[entry].next), length + 1
-        if length != group.free:
-            return 2
-        if c.policy.counts[cls] != found[VALID]:
-            return 4
-    code = budget.check_integrity(c.pages)
-    if code:
-        return 10 + code
-    code = lru.check_integrity(c.policy)
-    return 20 + code if code else 0
-
-
-@borrowing
-def _check_page(c: Core, page: int, cls: int, found: Any) -> int:
-    used = 0
-    for entry in range(page * _UNITS, page * _UNITS + _UNITS // c.classes[cls].units):
-        slot = c.slots[entry]
-        found[slot.state] += 1
-        used += slot.state > FREE
-        if slot.state == VALID or slot.state == FILLING:
-            named = load_u32(c.tables[slot.table].directory + 4 * wide(slot.oid))
-            pending = pending_of(c, wide(slot.table), wide(slot.oid))
-            if (slot.state == VALID) != (named == np.uint32(slot_number(c, entry) + 1)):
-                return 3
-            if (slot.state == FILLING) != (pending == entry + 1):
-                return 3
-    return 0 if used == c.pages.pages[page].used else 1

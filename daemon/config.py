@@ -61,7 +61,22 @@ class CacheConfig:
     weight_bytes: int = key(values.size(_MIB, _LARGEST_BUDGET), 128 * _MIB)
     """A small share of a model's records already holds most look-ups; each byte is pinned shared memory."""
     kv_bytes: int = key(values.size(_MIB, _LARGEST_BUDGET), 128 * _MIB)
-    """Counted when free memory is checked; sessions cannot keep KV yet, so none of it is taken."""
+    """Shared by the sessions of ``[kv]``; taken when one attaches. It pays for four write buffers each, too."""
+
+
+@dataclass(frozen=True)
+class KvConfig:
+    """``[kv]``. Behaviour: refinement bits of KV caches, which live as long as their session."""
+
+    sessions: int = key(values.number(0, 16), 1)
+    """Sessions with KV at the same time; each gets an even share of ``cache.kv_bytes``. 0 refuses KV."""
+    folder: Path | None = key(values.optional_folder, None)  # noqa: RUF009 – a field, as in the other sections
+    """Where their files lie (without names: nothing is left behind). Absent: the service's state folder, else the
+    folder for temporary files."""
+    file_bytes: int = key(values.size(_MIB, 1 << 50), 64 << 30)
+    """The most that one session may put on disk; a 128K context of an 8B model takes 4 GiB."""
+    free_bytes: int = key(values.size(0, 1 << 50), 1 << 30)
+    """Left free on that file system whatever clients ask for."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +150,7 @@ class Config:
     runtime_dir: Path | None = None
     stores: tuple[StoreConfig, ...] = ()
     cache: CacheConfig = field(default_factory=CacheConfig)
+    kv: KvConfig = field(default_factory=KvConfig)
     reader: ReaderConfig = field(default_factory=ReaderConfig)
     attach: AttachConfig = field(default_factory=AttachConfig)
     life: LifeConfig = field(default_factory=LifeConfig)
@@ -167,6 +183,7 @@ def resolve_config(
     """As :func:`load_config`, for a table that was parsed from ``source``."""
     sections = {
         "cache": CacheConfig,
+        "kv": KvConfig,
         "reader": ReaderConfig,
         "attach": AttachConfig,
         "life": LifeConfig,

@@ -25,6 +25,7 @@ from strataflux.daemon.cache import (
     quarantine,
     slot_address,
 )
+from strataflux.daemon.puts import buffer_base, finish_write, is_gone
 from strataflux.daemon.requests import drop, pop, push_again, put_back, release
 from strataflux.daemon.state import DEPTH_BUCKETS, FILL_BUCKETS_US, NONE, Core
 from strataflux.proto import layout
@@ -67,10 +68,19 @@ def start_fills(c: Core, e: Any) -> int:
     for i in range(count):
         place = c.wanted[i]
         key, retries = c.queue[place].key, wide(c.queue[place].retries)
+        if is_gone(c, key >> _KEY_SHIFT, key & _OID):
+            drop(c, place)
+            continue
         entry = _slot_for(c, place, key >> _KEY_SHIFT, key & _OID)
         if entry == NONE:
             c.wanted[kept] = place
             kept += 1
+            continue
+        buffered = buffer_base(c, key >> _KEY_SHIFT, key & _OID)
+        if buffered != 0:
+            _verify(c, buffered, entry)
+            release(c, place)
+            started += 1
             continue
         if retries or window == NONE or not _join(c, window, entry):
             _send(c, e, window)
@@ -202,7 +212,9 @@ def _extent(c: Core, entry: int) -> tuple[int, int]:
     """(offset in the file, bytes) of a slot's record."""
     slot = c.slots[entry]
     s = c.sections[section_of(c, wide(slot.table), wide(slot.oid))]
-    return s.offset + (wide(slot.oid) - s.first) * s.stride, s.bytes
+    index = wide(slot.oid) - s.first
+    block = index // s.block
+    return s.offset + block * s.block_stride + (index - block * s.block) * s.stride, s.bytes
 
 
 @borrowing
@@ -218,7 +230,7 @@ def _send(c: Core, e: Any, window: int) -> None:
     w = c.windows[window]
     table = c.tables[w.table]
     w.direct = table.direct
-    engines.submit(e, window, table.descriptor, w.buffer + w.done, w.length - w.done, w.offset + w.done)
+    engines.submit(e, window, table.descriptor, w.buffer + w.done, w.length - w.done, w.offset + w.done, False)
     c.rd[0].reads += 1
     c.rd[0].depth_sum += c.rd[0].in_flight
     c.depths[_bucket(_DEPTHS, c.rd[0].in_flight)] += 1
@@ -229,7 +241,10 @@ def finish_reads(c: Core, e: Any) -> int:
     """Take every completion there is; returns how many."""
     count = engines.reap(e, c.finished)
     for i in range(count):
-        _finish(c, e, c.finished[0, i], c.finished[1, i])
+        if c.finished[0, i] < c.rd[0].depth:
+            _finish(c, e, c.finished[0, i], c.finished[1, i])
+        else:
+            finish_write(c, e, c.finished[0, i], c.finished[1, i])
     c.rd[0].completions += count
     return count
 
@@ -306,7 +321,7 @@ def _verify(c: Core, base: int, entry: int) -> None:
         c.rd[0].corrupt += 1
         c.tables[table].corrupt += 1
         _give_up(c, entry)
-    elif is_draining(c, entry):
+    elif is_draining(c, entry) or is_gone(c, table, oid):
         abandon_fill(c, entry)
     else:
         _count_fill(c, entry)

@@ -120,6 +120,12 @@ class Reader(Protocol):
     def close_session(self, index: int) -> None:
         """Thread-safe. Frees the session's grace holds at once."""
 
+    def grant_blocks(self, index: int, count: int) -> list[list[int]]:
+        """KV block ids for a session, as [first, count] ranges. Thread-safe. Raises Refusal."""
+
+    def release_blocks(self, index: int, ranges: list[list[int]]) -> None:
+        """Take KV blocks back; blocks until nothing names them (a step, a write). Thread-safe. Raises Refusal."""
+
     def snapshot(self) -> Stats:
         """Thread-safe, at any time between start and stop; never stops the reader."""
 

@@ -14,6 +14,7 @@ from strataflux.daemon import engines
 from strataflux.daemon.cache import evict_ahead
 from strataflux.daemon.fills import finish_reads, start_fills, start_preload
 from strataflux.daemon.grace import close_batch, fence_stuck, observe_steps, recycle
+from strataflux.daemon.puts import take_puts
 from strataflux.daemon.requests import take_requests
 from strataflux.daemon.state import READER, Core
 from strataflux.daemon.system import futex_wake, monotonic_us
@@ -69,6 +70,7 @@ def sweep(c: Core, e: Any) -> tuple[bool, bool]:
         evict_ahead(c)
         work += start_fills(c, e)
         work += start_preload(c, e)
+        work += take_puts(c, e)
     close_batch(c)
     fence_stuck(c)
     if e[0].unflushed:
@@ -129,7 +131,7 @@ def _sleep(c: Core, e: Any, inside: bool) -> bool:
         rd.sleeps += 1
         result = engines.wait(e, rd.idle_timeout_us, c.scratch.ctypes.data)
     store_u32(rd.page + _SLEEPING, 0)
-    return result < 0 and rd.in_flight == 0
+    return result < 0 and rd.in_flight == 0 and rd.in_flight_writes == 0
 
 
 @borrowing

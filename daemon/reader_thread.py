@@ -3,6 +3,7 @@
 import os
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,12 +13,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from strataflux.daemon import cache, engines, reader
+from strataflux.daemon import engines, integrity, reader
 from strataflux.daemon.engines.board import Board, open_board
 from strataflux.daemon.engines.uring import UringEngine, open_uring
 from strataflux.daemon.errors import DaemonError, ReaderFailed, Refusal
 from strataflux.daemon.folding import CounterFold, read_stats
 from strataflux.daemon.interface import SessionRequest
+from strataflux.daemon.kv import KvPlace, KvSettings
 from strataflux.daemon.stats import Stats
 from strataflux.daemon.store import Store, open_served
 from strataflux.daemon.tier import OpenSession, Tier
@@ -27,6 +29,8 @@ from strataflux.proto.store_format import SectionSpec
 from strataflux.proto.store_writer import StoreWriter
 
 __all__ = ["EngineFactory", "ReaderSettings", "ReaderThread", "make_engine", "warm_up"]
+
+_SETTLE_SECONDS = 0.002
 
 T = TypeVar("T")
 
@@ -38,12 +42,12 @@ class ReaderSettings:
     """What the reader is told; see the configuration for each value's cost."""
 
     weight_bytes: int
-    kv_bytes: int = 0
     engine: str = "uring"
     queue_depth: int = 128
     grace_seconds: float = 2.0
     threads: int = 4
     idle_seconds: float = 1.0
+    kv: KvSettings | None = None
 
 
 EngineFactory = Callable[[Tier, ReaderSettings], "UringEngine | Board"]
@@ -55,10 +59,10 @@ def make_engine(tier: Tier, settings: ReaderSettings) -> UringEngine | Board:
     Raises:
         EngineUnavailable: the kernel or sandbox forbids it.
     """
-    depth = settings.queue_depth
+    depth, windows = settings.queue_depth, len(tier.core.windows)
     if settings.engine == "uring":
-        return open_uring(depth, tier.pool_address, depth * int(tier.core.rd[0]["window_bytes"]), tier.doorbell)
-    board = open_board(depth, tier.doorbell)
+        return open_uring(windows, tier.pool_address, depth * int(tier.core.rd[0]["window_bytes"]), tier.doorbell)
+    board = open_board(windows, tier.doorbell)
     board.start_threads(settings.threads)
     return board
 
@@ -97,7 +101,7 @@ class ReaderThread:
             SegmentError: no memory for the budgets. EngineUnavailable: no such engine here. ReaderFailed: else.
         """
         settings = self.settings
-        self._tier = Tier(self.stores, settings.weight_bytes, settings.queue_depth, settings.grace_seconds)
+        self._tier = Tier(self.stores, settings.weight_bytes, settings.queue_depth, settings.grace_seconds, settings.kv)
         self._tier.core.rd[0]["idle_timeout_us"] = int(settings.idle_seconds * 1e6)
         self._thread.start()
         self._started.result()
@@ -163,6 +167,33 @@ class ReaderThread:
 
         self.execute(leave)
 
+    def grant_blocks(self, index: int, count: int) -> list[list[int]]:
+        """KV block ids for a session, as [first, count] ranges.
+
+        Raises:
+            Refusal: it has no KV, or not as many ids or as much disk is left.
+        """
+        return self.execute(lambda: self._place(index).grant(count))
+
+    def release_blocks(self, index: int, ranges: list[list[int]]) -> None:
+        """Take KV blocks back; returns when nothing names or reads them any more. Blocks for a step or a write.
+
+        Raises:
+            Refusal: it has no KV, or the ranges are not granted blocks.
+        """
+        while not self.execute(lambda: self._place(index).give_back(ranges)):
+            time.sleep(_SETTLE_SECONDS)
+        while not self.execute(lambda: self._place(index).settled_blocks(ranges)):
+            time.sleep(_SETTLE_SECONDS)
+
+    def _place(self, index: int) -> KvPlace:
+        row = self._tier.rows.get(index)
+        if row is None or row.place is None:
+            raise Refusal(
+                "unsupported", "kv", "a session without KV blocks", "one attached with a KV geometry", "say it in hello"
+            )
+        return row.place
+
     def snapshot(self) -> Stats:
         """All numbers now; the loop is not stopped for it."""
         with self._fold_lock:
@@ -191,9 +222,9 @@ class ReaderThread:
         """Assert every invariant of the cache; walks all of it, so for idle times and tests.
 
         Raises:
-            ReaderFailed: one is broken; the code is :func:`strataflux.daemon.cache.check_integrity`'s.
+            ReaderFailed: one is broken; the code is :func:`strataflux.daemon.integrity.check_integrity`'s.
         """
-        code = self.execute(lambda: cache.check_integrity(self._tier.core))
+        code = self.execute(lambda: integrity.check_integrity(self._tier.core))
         if code:
             raise ReaderFailed("cache integrity", f"code {code}", "0", "report this: it is a bug in strataflux")
 
@@ -256,9 +287,14 @@ class ReaderThread:
         self._started.set_result(None)
         self._run_commands()
         while not self._stopping:
-            reader.run(core, state)
+            if self._tier.closing:  # a few turns until nothing holds what a session left
+                engines.wait(state, _DRAIN_WAIT_US, core.scratch.ctypes.data)
+                reader.sweep(core, state)
+                self._tier.settle()
+            else:
+                reader.run(core, state)
             self._run_commands()
-        while core.rd[0]["in_flight"]:
+        while core.rd[0]["in_flight"] or core.rd[0]["in_flight_writes"]:
             engines.wait(state, _DRAIN_WAIT_US, core.scratch.ctypes.data)
             reader.sweep(core, state)
 

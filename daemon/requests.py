@@ -8,6 +8,7 @@ when the queue is full the request with the lowest score is dropped. Pairs: ``_p
 
 from strataflux.cache_policy.base import wide
 from strataflux.daemon.cache import pending_of, set_pending, was_resident
+from strataflux.daemon.puts import is_gone
 from strataflux.daemon.state import (
     MAX_QUEUED,
     NONE,
@@ -20,7 +21,7 @@ from strataflux.proto import layout, ring
 from strataflux.proto.atomics import load_u32
 from strataflux.proto.compiled import borrowing
 
-__all__ = ["drop", "forget_session", "pop", "push_again", "put_back", "release", "take_requests"]
+__all__ = ["drop", "drop_table", "forget_session", "pop", "push_again", "put_back", "release", "take_requests"]
 
 _TAIL = layout.offset_of(layout.SESSION_PAGE, "ring_tail")
 _HEAD = layout.offset_of(layout.SESSION_VIEW, "ring_head")
@@ -73,7 +74,7 @@ def _accept(c: Core, index: int, payload: int) -> None:
     oid = payload & layout.OID_MASK
     session = c.sessions[index]
     table = wide(c.session_tables[index, number]) if number < session.tables else NONE
-    if table == NONE or oid >= c.tables[table].records:
+    if table == NONE or oid >= c.tables[table].records or is_gone(c, table, oid):
         session.invalid += 1
         return
     c.rd[0].requests += 1
@@ -168,6 +169,28 @@ def drop(c: Core, place: int) -> None:
     key = c.queue[place].key
     set_pending(c, key >> _KEY_SHIFT, key & 0xFFFFFFFF, PENDING_NONE)
     release(c, place)
+
+
+@borrowing
+def drop_table(c: Core, table: int) -> None:
+    """A table goes away: forget the queued requests for it."""
+    for bucket in range(SCORE_BUCKETS):
+        before = NONE
+        place = c.buckets[bucket, 0]
+        while place != NONE:
+            after = wide(c.queue[place].next)
+            if c.queue[place].key >> _KEY_SHIFT == table:
+                if before == NONE:
+                    c.buckets[bucket, 0] = after
+                else:
+                    c.queue[before].next = after
+                if after == NONE:
+                    c.buckets[bucket, 1] = before
+                c.rd[0].queued -= 1
+                drop(c, place)
+            else:
+                before = place
+            place = after
 
 
 @borrowing

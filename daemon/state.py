@@ -26,11 +26,17 @@ __all__ = [
     "ABSENT",
     "AGE_BUCKETS",
     "BATCH",
+    "BLOCK_BUFFERED",
+    "BLOCK_FAILED",
+    "BLOCK_GRANTED",
+    "BLOCK_NONE",
+    "BLOCK_WRITTEN",
     "CLASS",
     "DEPTH_BUCKETS",
     "FILLING",
     "FILL_BUCKETS_US",
     "FREE",
+    "KV",
     "MAX_BATCHES",
     "MAX_QUEUED",
     "NONE",
@@ -47,6 +53,7 @@ __all__ = [
     "TABLE",
     "VALID",
     "WINDOW",
+    "WRITES_A_PLACE",
     "Core",
     "make_core",
 ]
@@ -101,10 +108,20 @@ TABLE = np.dtype(
         ("fills", "i8"),
         ("read_bytes", "i8"),
         ("corrupt", "i8"),
+        ("kv", "i8"),  # its KV place, NONE for a store
     ]
 )
 SECTION = np.dtype(
-    [("first", "i8"), ("count", "i8"), ("bytes", "i8"), ("stride", "i8"), ("offset", "i8"), ("cls", "i8")]
+    [
+        ("first", "i8"),
+        ("count", "i8"),
+        ("bytes", "i8"),
+        ("stride", "i8"),
+        ("offset", "i8"),
+        ("cls", "i8"),
+        ("block", "i8"),  # records a block; a store's section is one block
+        ("block_stride", "i8"),
+    ]
 )
 
 SESSION = np.dtype(
@@ -148,6 +165,39 @@ WINDOW = np.dtype(
     ]
 )
 
+# A session's KV blocks. Its place fixes its segment of the cache, its table and its write windows.
+KV = np.dtype(
+    [
+        ("active", "i8"),
+        ("session", "i8"),
+        ("table", "i8"),
+        ("records", "i8"),  # a block
+        ("heads", "i8"),  # of all layers: records a block / groups a block
+        ("bytes", "i8"),  # a record
+        ("stride", "i8"),  # of a record in the file
+        ("block_stride", "i8"),
+        ("max_blocks", "i8"),
+        ("blocks", "i8"),  # address, u8 a block: BLOCK_…
+        ("staging", "i8"),
+        ("staging_bytes", "i8"),
+        ("put_ring", "i8"),
+        ("head", "i8"),  # puts answered
+        ("window", "i8"),  # write window that is being filled; NONE
+        ("staged", "i8"),  # staging block it is filled from
+        ("block", "i8"),
+        ("copied", "i8"),  # records of it in the write buffer
+        ("no_space", "i8"),  # a write found the disk full; puts are refused until blocks are released
+        ("puts", "i8"),
+        ("refused", "i8"),
+        ("written", "i8"),
+        ("failed", "i8"),
+        ("write_bytes", "i8"),
+    ]
+)
+BLOCK_NONE, BLOCK_GRANTED, BLOCK_BUFFERED, BLOCK_WRITTEN, BLOCK_FAILED = 0, 1, 2, 8, 9
+"""State of a block; BLOCK_BUFFERED + k: its bytes are in the place's write window k, on their way to the file."""
+WRITES_A_PLACE = 4
+
 QUEUED = np.dtype(
     [("key", "i8"), ("asked_us", "i8"), ("next", "i4"), ("session", "i2"), ("score", "u1"), ("retries", "u1")]
 )
@@ -182,7 +232,8 @@ READER = np.dtype(
         ("now_us", "i8"),
         ("tick_us", "i8"),
         ("last_work_us", "i8"),
-        ("in_flight", "i8"),
+        ("in_flight", "i8"),  # reads
+        ("in_flight_writes", "i8"),
         ("free_window", "i8"),
         ("queued", "i8"),
         ("free_queued", "i8"),
@@ -242,11 +293,12 @@ class Core(NamedTuple):
     stamp_owner: NDArray[np.int64]  # [MAX_SESSIONS + 1] session of each stamps entry; last cell = how many
     queue: NDArray[np.void]  # [MAX_QUEUED] of QUEUED
     buckets: NDArray[np.int64]  # [SCORE_BUCKETS, 2] first and last queue entry of each score bucket
-    windows: NDArray[np.void]  # [depth] of WINDOW
+    windows: NDArray[np.void]  # [depth + WRITES_A_PLACE * places] of WINDOW: reads, then writes of each KV place
+    kv: NDArray[np.void]  # [places] of KV
     batches: NDArray[np.void]  # [MAX_BATCHES] of BATCH
     batch_begun: NDArray[np.uint32]  # [MAX_BATCHES, MAX_SESSIONS] step_begun seen for each holder
     wanted: NDArray[np.int64]  # [depth] scratch: queue entries about to be read
-    finished: NDArray[np.int64]  # [2, depth] scratch: windows and results of completions
+    finished: NDArray[np.int64]  # [2, windows] scratch: windows and results of completions
     tails: NDArray[np.int64]  # [MAX_CLASSES] scratch: age information for the page budget
     fill_us: NDArray[np.int64]  # [len(FILL_BUCKETS_US) + 1] histogram: request taken → slot valid
     read_us: NDArray[np.int64]  # [len(FILL_BUCKETS_US) + 1] histogram: read submitted → completed
@@ -255,11 +307,13 @@ class Core(NamedTuple):
     scratch: NDArray[np.uint64]  # [8] for system calls
 
 
-def make_core(range_pages: int, n_sections: int, n_budgets: int, stride_pages: int, depth: int) -> Core:
+def make_core(
+    range_pages: int, n_sections: int, n_budgets: int, stride_pages: int, depth: int, kv_places: int = 0
+) -> Core:
     """A core without memory, tables or sessions.
 
     ``range_pages`` is the cache's address range in pages, ``stride_pages`` the pages from one segment's start to the
-    next, ``depth`` the number of reads in flight at most.
+    next, ``depth`` the number of reads in flight at most, ``kv_places`` of sessions with KV blocks.
     """
     entries = range_pages * layout.UNITS_PER_PAGE
     rd: Any = np.zeros(1, READER)
@@ -279,11 +333,12 @@ def make_core(range_pages: int, n_sections: int, n_budgets: int, stride_pages: i
         stamp_owner=np.zeros(layout.MAX_SESSIONS + 1, np.int64),
         queue=np.zeros(MAX_QUEUED, QUEUED),
         buckets=np.full((SCORE_BUCKETS, 2), NONE, np.int64),
-        windows=np.zeros(depth, WINDOW),
+        windows=np.zeros(depth + WRITES_A_PLACE * kv_places, WINDOW),
+        kv=np.zeros(kv_places, KV),
         batches=np.zeros(MAX_BATCHES, BATCH),
         batch_begun=np.zeros((MAX_BATCHES, layout.MAX_SESSIONS), np.uint32),
         wanted=np.zeros(depth, np.int64),
-        finished=np.zeros((2, depth), np.int64),
+        finished=np.zeros((2, depth + WRITES_A_PLACE * kv_places), np.int64),
         tails=np.full(budget.MAX_CLASSES, NONE, np.int64),
         fill_us=np.zeros(len(FILL_BUCKETS_US) + 1, np.int64),
         read_us=np.zeros(len(FILL_BUCKETS_US) + 1, np.int64),
@@ -294,8 +349,10 @@ def make_core(range_pages: int, n_sections: int, n_budgets: int, stride_pages: i
     core.classes["free_head"] = NONE
     core.queue["next"] = np.arange(1, MAX_QUEUED + 1)
     core.queue["next"][-1] = NONE
-    core.windows["next_free"] = np.arange(1, depth + 1)
-    core.windows["next_free"][-1] = NONE
+    core.windows["next_free"][:depth] = np.arange(1, depth + 1)
+    core.windows["next_free"][depth - 1] = NONE
+    core.kv["window"] = NONE
+    core.tables["kv"] = NONE
     rd["open_chain"] = NONE
     rd["depth"] = depth
     rd["range_pages"] = range_pages

@@ -10,7 +10,17 @@ from strataflux.cache_policy.base import wide
 from strataflux.proto.atomics import load_u32, load_u64, store_u64
 from strataflux.proto.compiled import borrowing
 
-__all__ = ["PREADV2", "call", "eventfd_drain", "eventfd_signal", "futex_wake", "monotonic_us", "poll2"]
+__all__ = [
+    "PREADV2",
+    "PWRITEV2",
+    "call",
+    "eventfd_drain",
+    "eventfd_signal",
+    "futex_wake",
+    "monotonic_us",
+    "poll2",
+    "punch_hole",
+]
 
 _libc_syscall: Any = types.ExternalFunction(
     "syscall", types.int64(types.int64, types.int64, types.int64, types.int64, types.int64, types.int64, types.int64)
@@ -22,7 +32,9 @@ _X86 = platform.machine() == "x86_64"
 _READ: Final = 0 if _X86 else 63
 _WRITE: Final = 1 if _X86 else 64
 PREADV2: Final = 327 if _X86 else 286
+PWRITEV2: Final = 328 if _X86 else 287
 _PPOLL: Final = 271 if _X86 else 73
+_FALLOCATE: Final = 285 if _X86 else 47
 _FUTEX: Final = 202 if _X86 else 98
 _FUTEX_WAKE: Final = 1
 _CLOCK_MONOTONIC: Final = 1
@@ -56,6 +68,12 @@ def eventfd_signal(descriptor: int, scratch: int, count: int) -> int:
 def eventfd_drain(descriptor: int, scratch: int) -> int:
     """Read a non-blocking eventfd back to zero (or take one token of a semaphore)."""
     return call(_READ, descriptor, scratch, 8, 0, 0, 0)
+
+
+@borrowing
+def punch_hole(descriptor: int, mode: int, offset: int, length: int) -> int:
+    """fallocate(2)."""
+    return call(_FALLOCATE, descriptor, mode, offset, length, 0, 0)
 
 
 @borrowing

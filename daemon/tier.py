@@ -4,7 +4,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from strataflux.cache_policy import budget
 from strataflux.daemon import grace, requests
+from strataflux.daemon.errors import Refusal
 from strataflux.daemon.interface import SessionRequest
+from strataflux.daemon.kv import KvPlace, KvSettings
 from strataflux.daemon.state import NONE, Core, make_core
 from strataflux.daemon.store import Store
 from strataflux.proto import layout
@@ -60,7 +62,8 @@ class _Row:
     session_id: int
     view: Segment
     page: Segment
-    domains: set[int] = field(default_factory=set)
+    domains: set[int]
+    place: KvPlace | None
 
 
 class Tier:
@@ -70,7 +73,14 @@ class Tier:
     two runs of the loop, or before the first.
     """
 
-    def __init__(self, stores: Sequence[Store], weight_bytes: int, depth: int, grace_seconds: float) -> None:
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        weight_bytes: int,
+        depth: int,
+        grace_seconds: float,
+        kv: KvSettings | None = None,
+    ) -> None:
         # fixed after construction
         self.stores = list(stores)
         self.generation = secrets.randbits(63)
@@ -83,8 +93,10 @@ class Tier:
         # reader thread only
         self.rows: dict[int, _Row] = {}
         self.invalid_closed = 0  # rubbish entries of sessions that are gone
+        self.places: list[KvPlace] = []
+        self.closing: list[KvPlace] = []
         try:
-            self.core = self._make_core(weight_bytes, depth)
+            self.core = self._make_core(weight_bytes, depth, kv)
             self._add_stores()
         except BaseException:
             self._drop_memory()
@@ -95,19 +107,32 @@ class Tier:
         rd["doorbell"] = self.doorbell
         rd["grace_us"] = int(grace_seconds * 1e6)
 
-    def _make_core(self, weight_bytes: int, depth: int) -> Core:
-        """Segments for each domain's share of the weight budget, exact to a page; at most 64 of them."""
+    def _make_core(self, weight_bytes: int, depth: int, kv: KvSettings | None) -> Core:
+        """Segments for each domain's share of the weight budget, exact to a page, and room in the address range for the
+        KV places'; at most 64 in all.
+        """
         domains = max(store.domain for store in self.stores) + 1
         total_pages = max(weight_bytes // layout.CACHE_PAGE_BYTES, domains)
         shares = self._shares(total_pages, domains)
-        largest = layout.round_up(max(-(-total_pages // (layout.MAX_SEGMENTS // 2)), 1), _SEGMENT_PAGES_MIN)
+        places = kv.places if kv is not None else 0
+        kv_pages = kv.cache_bytes // places // layout.CACHE_PAGE_BYTES if kv is not None else 0
+        # Half of the segments at most are full ones; each domain and place may end with one that is not.
+        full = -(-(total_pages + places * kv_pages) // (layout.MAX_SEGMENTS // 2))
+        largest = layout.round_up(max(full, 1), _SEGMENT_PAGES_MIN)
+        kv_segments = -(-kv_pages // largest)
         plan = [
             (domain, min(largest, share - start))
             for domain, share in enumerate(shares)
             for start in range(0, share, largest)
         ]
         sections = sum(len(store.manifest.sections) for store in self.stores)
-        core = make_core(len(plan) * largest, sections, domains, largest, depth)
+        segments = len(plan) + places * kv_segments
+        core = make_core(segments * largest, sections + places, domains + places, largest, depth, places)
+        for number in range(places):
+            first = len(plan) + number * kv_segments
+            assert kv is not None
+            at = range(first, first + kv_segments)
+            self.places.append(KvPlace(core, number, kv, at, largest, domains + number, len(self.stores) + number))
         for number, (domain, pages) in enumerate(plan):
             memory = create("strataflux-cache", pages * layout.CACHE_PAGE_BYTES, reserve=True)
             self.segments.append(CacheSegment(memory, number * largest, domain))
@@ -155,6 +180,8 @@ class Tier:
                     section.stride,
                     section.offset,
                     cls,
+                    section.count,
+                    0,
                 )
             first += len(manifest.sections)
         self.core.rd[0]["n_tables"] = len(self.stores)
@@ -174,7 +201,7 @@ class Tier:
         window_bytes = layout.round_up(max(largest, _WINDOW_MIN), mmap.PAGESIZE)
         pool = mmap.mmap(-1, depth * window_bytes)
         address = int(np.frombuffer(pool, np.uint8).ctypes.data)
-        self.core.windows["buffer"] = address + np.arange(depth) * window_bytes
+        self.core.windows["buffer"][:depth] = address + np.arange(depth) * window_bytes
         self.core.rd[0]["window_bytes"] = window_bytes
         return pool
 
@@ -206,7 +233,9 @@ class Tier:
         """
         index = int(np.flatnonzero(self.core.sessions["active"] == 0)[0])
         stamps_count = int(self.core.rd[0]["range_pages"]) * layout.UNITS_PER_PAGE
-        geometry = layout.session_geometry(request.ring_log2, stamps_count, 0)
+        staging = request.kv.groups_per_block * request.kv.record_bytes if request.kv is not None else 0
+        geometry = layout.session_geometry(request.ring_log2, stamps_count, staging)
+        place = self._free_place() if request.kv is not None else None
         session_id = secrets.randbits(63)
         view = create("strataflux-view", layout.PAGE_HEADER_BYTES, reserve=True)
         try:
@@ -224,28 +253,63 @@ class Tier:
         self.core.session_tables[index, :] = NONE
         self.core.session_tables[index, : len(request.stores)] = request.stores
         domains = {self.stores[number].domain for number in request.stores}
+        self.rows[index] = _Row(session_id, view, page, domains, place)
+        if place is not None and request.kv is not None:
+            try:
+                staging_at, ring_at = page.address + geometry.staging_offset, page.address + geometry.put_ring_offset
+                place.open(index, request.kv, staging_at, geometry.staging_bytes, ring_at)
+            except BaseException:
+                self._forget_row(index)
+                raise
+            self.core.session_tables[index, len(request.stores)] = place.table
+            row["tables"] += 1
         grace.begin_session(self.core, index, page.address + geometry.stamps_offset)
-        self.rows[index] = _Row(session_id, view, page, domains)
-        return self._describe(index, request, stamps_count)
+        return self._describe(index, request, stamps_count, staging)
 
-    def _describe(self, index: int, request: SessionRequest, stamps_count: int) -> OpenSession:
+    def _free_place(self) -> KvPlace:
+        """A KV place that nobody holds.
+
+        Raises:
+            Refusal: all are taken.
+        """
+        taken = {row.place for row in self.rows.values()} | set(self.closing)
+        for place in self.places:
+            if place not in taken:
+                return place
+        raise Refusal(
+            "limit",
+            "sessions with KV",
+            f"{len(self.places)} attached or just leaving",
+            f"at most {len(self.places)} (kv.sessions)",
+            "try again shortly, or raise kv.sessions: they share cache.kv_bytes",
+        )
+
+    def _describe(self, index: int, request: SessionRequest, stamps_count: int, staging: int) -> OpenSession:
         row = self.rows[index]
+        place, kv = row.place, request.kv
         mine = [s for s in self.segments if s.domain in row.domains]
         tables = [
             TableInfo(number, "weight", manifest.identity_digest, manifest.generation, manifest.record_count)
             for number, manifest in enumerate(self.stores[at].manifest for at in request.stores)
         ]
+        infos = [s.info for s in mine]
+        memory: list[Segment] = []
+        if place is not None and kv is not None:
+            tables.append(TableInfo(len(tables), kv.kind, "", 0, kv.groups_per_block * kv.max_blocks))
+            memory = place.memory
+            infos += [SegmentInfo(slot, m.size) for slot, m in zip(place.first_slots(), memory, strict=True)]
+        directory = [place.directory] if place is not None and place.directory is not None else []
         descriptors = [
             self.daemon_page.read_only_descriptor(),
             row.view.read_only_descriptor(),
             os.dup(row.page.descriptor),
             os.dup(self.doorbell),
             *(self.directories[at].read_only_descriptor() for at in request.stores),
+            *(d.read_only_descriptor() for d in directory),
             *(s.segment.read_only_descriptor() for s in mine),
+            *(m.read_only_descriptor() for m in memory),
         ]
-        return OpenSession(
-            index, row.session_id, tables, [s.info for s in mine], request.ring_log2, stamps_count, 0, descriptors
-        )
+        return OpenSession(index, row.session_id, tables, infos, request.ring_log2, stamps_count, staging, descriptors)
 
     def close_session(self, index: int) -> None:
         """Forget a session; its grace holds are gone at once. Its memory goes with the last map of it."""
@@ -253,9 +317,19 @@ class Tier:
         grace.end_session(self.core, index)
         self.invalid_closed += int(self.core.sessions[index]["invalid"])
         self.core.sessions[index]["invalid"] = 0
+        self._forget_row(index)
+
+    def _forget_row(self, index: int) -> None:
         row = self.rows.pop(index)
+        if row.place is not None and row.place.row["active"]:
+            row.place.begin_close()
+            self.closing.append(row.place)
         row.view.close()
         row.page.close()
+
+    def settle(self) -> None:
+        """Free the KV places of sessions that are gone, as soon as nothing holds them."""
+        self.closing = [place for place in self.closing if not place.finish_close()]
 
     def close(self) -> None:
         """Drop all memory. The loop has ended and nothing is in flight."""
@@ -264,6 +338,8 @@ class Tier:
             row.view.close()
             row.page.close()
         self.rows.clear()
+        for place in self.places:
+            place.drop()
         self._drop_memory()
         for store in self.stores:
             store.close()

@@ -19,6 +19,7 @@ __all__ = [
     "group_list",
     "key",
     "number",
+    "optional_folder",
     "seconds",
     "size",
     "size_text",
@@ -114,6 +115,13 @@ def _folder(value: object) -> Path:
 
 
 folder: Final = Kind("the path of a folder", _folder)
+
+
+def _optional_folder(value: object) -> Path | None:
+    return None if value == "" else _folder(value)
+
+
+optional_folder: Final = Kind('"" or the path of a folder', _optional_folder)
 
 
 @dataclass(frozen=True)

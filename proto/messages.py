@@ -66,12 +66,13 @@ class StoreRef:
 
 @dataclass(frozen=True)
 class KvGeometry:
-    """KV blocks of a session. ``record_bytes`` is one token group of one head (K bits then V bits) or one FSQ unit;
-    a block holds ``groups_per_block`` of them, in oid order.
+    """KV blocks of a session. ``record_bytes`` is one group of ``group_tokens`` tokens of one head (K bits then V
+    bits) or one FSQ unit; a block holds ``groups_per_block`` of them: each head's ``block_tokens / group_tokens``, head by head.
     """
 
     kind: str
     block_tokens: int
+    group_tokens: int
     groups_per_block: int
     record_bytes: int
     max_blocks: int
@@ -307,6 +308,13 @@ def _checked_kv(kv: KvGeometry) -> KvGeometry:
         raise _bad("hello.kv", f"{kv.kind} of {kv.record_bytes} bytes", f"at most {layout.MAX_RECORD_BYTES} bytes")
     if not 0 < records <= layout.MAX_OID or not 0 < kv.block_tokens <= 1 << 16:
         raise _bad("hello.kv", f"{records} records", f"1 … {layout.MAX_OID}")
+    groups, rest = divmod(kv.block_tokens, max(kv.group_tokens, 1))
+    if rest or kv.group_tokens == 0 or kv.groups_per_block % groups:
+        raise _bad(
+            "hello.kv",
+            f"{kv.groups_per_block} groups of {kv.group_tokens} tokens a block of {kv.block_tokens}",
+            "whole groups, as many for each head",
+        )
     return kv
 
 

@@ -58,8 +58,9 @@ class Segment:
 def create(name: str, size: int, *, reserve: bool) -> Segment:
     """Make a segment of ``size`` bytes, zeroed, mode 0600, sealed against resizing.
 
-    ``name`` shows up in /proc/PID/maps only. With ``reserve`` its pages are allocated now, so that a lack of memory
-    is an error here and not a SIGBUS later; without, it is sparse.
+    ``name`` shows up in /proc/PID/maps only. With ``reserve`` its pages are allocated now, so that nothing is a SIGBUS
+    later; whoever reserves much has compared it with the memory there is, because Linux answers a lack of it with its
+    out-of-memory killer before an error. Without, the segment is sparse.
 
     Raises:
         SegmentError: no memory, or a kernel without memfd.

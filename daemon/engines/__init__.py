@@ -3,7 +3,8 @@
 ``uring`` hands reads to the kernel through raw io_uring rings; ``threads`` hands them to a pool of threads that call
 preadv2, where io_uring is forbidden. Both are compiled; the reader's loop calls the functions below:
 
-* ``submit(e, window, descriptor, address, length, offset)``: one read into the bounce pool, not started yet
+* ``submit(e, window, descriptor, address, length, offset, write)``: one read into the bounce pool (or a write), not
+  started yet
 * ``flush(e)``: start what was submitted
 * ``reap(e, finished)``: completed (window, bytes or -errno) pairs, in any order, without waiting
 * ``wait(e, timeout_us, scratch)``: flush, then sleep until something may be reaped or the doorbell rings
@@ -23,12 +24,14 @@ __all__ = ["ENGINE", "flush", "reap", "submit", "wait"]
 
 
 @borrowing
-def submit(e: Any, window: int, descriptor: int, address: int, length: int, offset: int) -> None:
-    """Prepare one read of ``length`` bytes at ``offset`` into ``address``; ``window`` names it in ``reap``."""
+def submit(e: Any, window: int, descriptor: int, address: int, length: int, offset: int, write: bool) -> None:
+    """Prepare one read of ``length`` bytes at ``offset`` into ``address`` (or one write from there, which need not
+    lie in the bounce pool); ``window`` names it in ``reap``.
+    """
     if e[0].kind == URING:
-        uring.submit(e, window, descriptor, address, length, offset)
+        uring.submit(e, window, descriptor, address, length, offset, write)
     else:
-        board.submit(e, window, descriptor, address, length, offset)
+        board.submit(e, window, descriptor, address, length, offset, write)
 
 
 @borrowing

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from strataflux.cache_policy.base import wide
 from strataflux.daemon.engines.layout import BOARD, ENGINE, JOB, JOB_DONE, JOB_FREE, JOB_READY
-from strataflux.daemon.system import PREADV2, call, eventfd_drain, eventfd_signal, poll2
+from strataflux.daemon.system import PREADV2, PWRITEV2, call, eventfd_drain, eventfd_signal, poll2
 from strataflux.proto.atomics import (
     add_u64,
     load_acquire_u32,
@@ -83,13 +83,14 @@ def open_board(depth: int, doorbell: int) -> Board:
 
 
 @borrowing
-def submit(e: Any, window: int, descriptor: int, address: int, length: int, offset: int) -> None:
+def submit(e: Any, window: int, descriptor: int, address: int, length: int, offset: int, write: bool) -> None:
     """As :func:`strataflux.daemon.engines.submit`."""
     job = e[0].jobs + window * _JOB
     store_u32(job + 4, descriptor)
     store_u64(job + 8, address)
     store_u64(job + 16, length)
     store_u64(job + 24, offset)
+    store_u64(job + 40, write)
     position = (e[0].flushed + e[0].unflushed) & e[0].order_mask
     store_u32(e[0].order + 4 * position, window)
     # SYNC: job-ready (publish). Release: the job is whole before a worker may see it.
@@ -160,7 +161,8 @@ def work(e: Any) -> None:
             while result == _INTERRUPTED:
                 descriptor = wide(np.int32(load_u32(job + 4)))
                 offset = wide(load_u64(job + 24))
-                result = call(PREADV2, descriptor, scratch.ctypes.data, 1, offset, 0, 0)
+                number = PWRITEV2 if load_u64(job + 40) else PREADV2
+                result = call(number, descriptor, scratch.ctypes.data, 1, offset, 0, 0)
             finish(e, window, result)
 
 

@@ -70,7 +70,8 @@ JOB = np.dtype(
         ("length", "<i8"),
         ("offset", "<i8"),
         ("result", "<i8"),
-        ("pad", "<u8", (3,)),
+        ("write", "<i8"),  # 0: read
+        ("pad", "<u8", (2,)),
     ]
 )
 assert JOB.itemsize == 64

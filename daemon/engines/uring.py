@@ -36,6 +36,7 @@ __all__ = ["UringEngine", "flush", "open_uring", "reap", "submit", "wait"]
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
 _OP_READ: Final = 22
+_OP_WRITE: Final = 23
 _OP_READ_FIXED: Final = 4
 _OP_POLL_ADD: Final = 6
 _POLL_MULTI: Final = 1
@@ -161,11 +162,11 @@ def _register_pool(descriptor: int, address: int, size: int) -> bool:
 
 
 @borrowing
-def submit(e: Any, window: int, descriptor: int, address: int, length: int, offset: int) -> None:
+def submit(e: Any, window: int, descriptor: int, address: int, length: int, offset: int, write: bool) -> None:
     """As :func:`strataflux.daemon.engines.submit`. The ring has an entry for every window, so there is always room."""
     tail = load_u32(e[0].sq_tail)
     sqe = e[0].sqes + (wide(tail) & e[0].sq_mask) * 64
-    opcode = _OP_READ_FIXED if e[0].fixed else _OP_READ
+    opcode = _OP_WRITE if write else _OP_READ_FIXED if e[0].fixed else _OP_READ
     store_u32(sqe, opcode)  # opcode:8, flags:8 = 0, ioprio:16 = 0
     store_u32(sqe + 4, descriptor)
     store_u64(sqe + 8, offset)

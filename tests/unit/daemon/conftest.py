@@ -16,7 +16,7 @@ from strataflux.daemon.access import StoreAccess
 from strataflux.daemon.admission import Admission
 from strataflux.daemon.attach import AttachServer
 from strataflux.daemon.config import AttachConfig, StoreConfig
-from strataflux.daemon.errors import DaemonError
+from strataflux.daemon.errors import DaemonError, Refusal
 from strataflux.daemon.interface import SessionRequest
 from strataflux.daemon.stats import SessionStats, Stats
 from strataflux.proto import layout, messages, segment
@@ -114,6 +114,12 @@ class FakeReader:
         with self._lock:
             for held in self.open.pop(index):
                 held.close()
+
+    def grant_blocks(self, index: int, count: int) -> list[list[int]]:
+        raise Refusal("unsupported", "kv", f"session {index}", "one with KV", "say it in hello")
+
+    def release_blocks(self, index: int, ranges: list[list[int]]) -> None:
+        self.grant_blocks(index, len(ranges))
 
     def snapshot(self) -> Stats:
         if self.stats.sessions or not self.open:

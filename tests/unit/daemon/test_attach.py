@@ -19,7 +19,7 @@ from strataflux.daemon.config import AttachConfig
 from strataflux.daemon.errors import ReaderFailed
 from strataflux.proto import layout, messages, segment
 from strataflux.proto.errors import SegmentError
-from strataflux.proto.messages import KvGeometry, StoreRef, Welcome
+from strataflux.proto.messages import StoreRef, Welcome
 from tests.unit.daemon.conftest import CACHE_BYTES, STAMPS, Bench, MakeBench, fake_store, refusal, until
 
 
@@ -200,11 +200,6 @@ async def test_a_slow_hello_is_refused(make_bench: MakeBench) -> None:
     answer = refusal(await client.hear(), "limit")
     assert "0.001 s" in answer.expected
     assert await client.hear() is None
-
-
-async def test_kv_is_refused_for_now(bench: Bench) -> None:
-    kv = KvGeometry("kv_group", 16, 4, 512, 100)
-    refusal(await bench.client().ask(bench.hello(kv=kv)), "unsupported")
 
 
 async def test_kv_requests_of_a_session_without_kv_are_answered(bench: Bench) -> None:
