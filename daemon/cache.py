@@ -6,7 +6,8 @@ of a slot stand in :mod:`strataflux.daemon.state`. Pairs:
 * ``begin_fill`` / ``publish`` or ``abandon_fill``
 * ``retire`` / ``free`` (in between lies the grace of :mod:`strataflux.daemon.grace`)
 
-Invariants (:mod:`strataflux.daemon.integrity`): a directory entry names a slot iff that slot is VALID and carries that record;
+Invariants (:mod:`strataflux.daemon.integrity`): a directory entry names a slot iff that slot is VALID and
+carries that record;
 ``pending`` names a slot iff that slot is FILLING; a class's free list holds exactly its FREE slots; a page's count of
 slots in use equals its FILLING + VALID + RETIRED slots.
 """

@@ -8,8 +8,8 @@ each, which goes through these states (``blocks``, one byte a block) by these ca
       └──────────────────── give_back: never while BUFFERED; its records are absent and past grace ─┘
 
 From BUFFERED on its records may be asked for: until they are in the file they come from the write buffer, so a slot
-that is evicted early loses nothing and no slot is ever dirty. A put whose buffer is not free waits in its ring; the client's
-staging memory is the queue. Invariant: a write window is in use iff a block is being copied into it (``window``) or is
+that is evicted early loses nothing and no slot is ever dirty. A put whose buffer is not free waits in its ring; the
+client's staging memory is the queue. Invariant: a write window is in use iff a block is being copied into it (``window``) or is
 BUFFERED with its number.
 """
 

@@ -67,7 +67,8 @@ class StoreRef:
 @dataclass(frozen=True)
 class KvGeometry:
     """KV blocks of a session. ``record_bytes`` is one group of ``group_tokens`` tokens of one head (K bits then V
-    bits) or one FSQ unit; a block holds ``groups_per_block`` of them: each head's ``block_tokens / group_tokens``, head by head.
+    bits) or one FSQ unit; a block holds ``groups_per_block`` of them: ``block_tokens / group_tokens`` a head,
+    head by head.
     """
 
     kind: str
