@@ -60,7 +60,8 @@ def _command(as_json: JsonOption = False) -> None:
 def _prepared(source: "Path", model: "ModelSource") -> "tuple[PreparedModel, bool]":
     """The prepared model, and whether it was made just now."""
     from strataflux.client.demo.model import cache_folder, find_prepared, make_prepared
-    from strataflux.client.prepare.write import PrepareSettings, prepare_steps
+    from strataflux.client.prepare.settings import PrepareSettings
+    from strataflux.client.prepare.write import prepare_steps
 
     settings = PrepareSettings()
     folder = cache_folder(source, settings)
@@ -68,7 +69,7 @@ def _prepared(source: "Path", model: "ModelSource") -> "tuple[PreparedModel, boo
         found = find_prepared(folder)
     if found is not None:
         return found, False
-    with progress("preparing the model in 3 bits, once", prepare_steps(model.config)) as advance:
+    with progress("preparing the model in 3 bits, once", prepare_steps(model.config, settings)) as advance:
         return make_prepared(model, folder, settings, advance), True
 
 

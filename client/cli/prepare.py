@@ -28,8 +28,9 @@ def _command(
     Nothing is at OUT before it is whole; with --force the old model is there until the new one takes its place.
     """
     from strataflux.client.prepare.bases.rtn import RtnSettings
+    from strataflux.client.prepare.settings import PrepareSettings
     from strataflux.client.prepare.source import open_source
-    from strataflux.client.prepare.write import PrepareSettings, prepare, prepare_steps
+    from strataflux.client.prepare.write import prepare, prepare_steps
 
     output = Output(as_json)
     started = time.monotonic()
@@ -39,7 +40,7 @@ def _command(
     _check_target(folder, force)
     with progress("reading the model"):
         model = open_source(source)
-    with progress("preparing layers, in two passes", prepare_steps(model.config)) as advance:
+    with progress("preparing layers, in two passes", prepare_steps(model.config, settings)) as advance:
         prepared = prepare(model, folder, settings, advance)
     seconds = time.monotonic() - started
     store_bytes = sum(file.stat().st_size for file in prepared.store.iterdir())

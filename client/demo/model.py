@@ -11,9 +11,10 @@ from typing import Final
 from strataflux import __version__
 from strataflux.client.errors import InputError
 from strataflux.client.prepare.prepared import PreparedModel, open_prepared
+from strataflux.client.prepare.settings import PrepareSettings
 from strataflux.client.prepare.source import ModelSource
 from strataflux.client.prepare.verify import verify_prepared
-from strataflux.client.prepare.write import PrepareSettings, prepare
+from strataflux.client.prepare.write import prepare
 from strataflux.proto.errors import ContractError
 from strataflux.proto.store_format import canonical_json
 

@@ -3,7 +3,7 @@
 | file                    | content                                                                     |
 |-------------------------|-----------------------------------------------------------------------------|
 | `prepared.json`         | :class:`Manifest`                                                           |
-| `resident.safetensors`  | packed codes, scales, zero-points, refinement scales, norms, embeddings      |
+| `resident.safetensors`  | packed codes, scales or codebooks, refinement scales, norms, embeddings      |
 | `refine/`               | the store: one record per input channel of each projection set              |
 | `tokenizer.json`        | the tokenizer                                                               |
 """
@@ -23,6 +23,7 @@ from torch import Tensor
 from strataflux.client.errors import InputError
 from strataflux.client.prepare.tensor_file import TensorDigest, TensorShape
 from strataflux.client.runtime.models import SETS, LayerWeights, ModelConfig, ModelConfigError
+from strataflux.kernels.codebook import dequantize_codebook
 from strataflux.kernels.lowbit import dequantize, packed_bytes
 from strataflux.kernels.refine import record_bytes
 from strataflux.proto.store_format import SectionSpec, identity_digest
@@ -52,9 +53,10 @@ class Manifest:
 
     config: ModelConfig
     base: str
-    """The low-bit base: ``rtn``."""
+    """The low-bit base: ``rtn``, ``awq``, ``sqllm`` or ``lnq``; its parameters are in the identity's ``quantizer``."""
     bits: int
     group: int
+    """Inputs that share a scale; 0: each output row has a codebook."""
     k: Mapping[str, int]
     """Default budget of each projection set: channels per 1,024."""
     shift: Mapping[str, float]
@@ -157,6 +159,8 @@ class PreparedModel:
 
     def _projection(self, layer: int, set_name: str) -> Tensor:
         prefix = f"layers.{layer}.{set_name}."
+        if not self.manifest.group:
+            return dequantize_codebook(self._tensor(prefix + "planes"), self._tensor(prefix + "codebook"))
         codes, scales, zeros = (self._tensor(prefix + part) for part in ("codes", "scales", "zeros"))
         return dequantize(codes, scales, zeros, self.manifest.bits, self.manifest.group)
 
@@ -186,7 +190,7 @@ def open_prepared(folder: Path) -> PreparedModel:
 
 
 def resident_tensors(config: ModelConfig, bits: int, group: int) -> dict[str, TensorShape]:
-    """Names, dtypes and shapes in ``resident.safetensors``, in file order."""
+    """Names, dtypes and shapes in ``resident.safetensors``, in file order; ``group`` is 0 for codebooks."""
     vocabulary = (torch.float16, (config.vocabulary, config.hidden))
     norm = (torch.float32, (config.hidden,))
     tensors: dict[str, TensorShape] = {"embedding": vocabulary, "norm": norm}
@@ -196,10 +200,14 @@ def resident_tensors(config: ModelConfig, bits: int, group: int) -> dict[str, Te
         tensors |= {f"layers.{layer}.attention_norm": norm, f"layers.{layer}.mlp_norm": norm}
         for name in SETS:
             outputs, inputs = config.set_shape(name)
-            prefix, groups = f"layers.{layer}.{name}.", inputs // group
-            tensors[prefix + "codes"] = torch.uint8, (outputs, packed_bytes(inputs, bits))
-            tensors[prefix + "scales"] = torch.float16, (outputs, groups)
-            tensors[prefix + "zeros"] = torch.uint8, (outputs, groups)
+            prefix = f"layers.{layer}.{name}."
+            if group:
+                tensors[prefix + "codes"] = torch.uint8, (outputs, packed_bytes(inputs, bits))
+                tensors[prefix + "scales"] = torch.float16, (outputs, inputs // group)
+                tensors[prefix + "zeros"] = torch.uint8, (outputs, inputs // group)
+            else:
+                tensors[prefix + "planes"] = torch.uint8, (bits, outputs, inputs // 8)
+                tensors[prefix + "codebook"] = torch.float16, (outputs, 1 << bits)
             tensors[prefix + "refinement_scales"] = torch.float32, (outputs,)
     return tensors
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from strataflux.client.prepare.write import PrepareSettings, prepare
+from strataflux.client.prepare.settings import PrepareSettings
+from strataflux.client.prepare.write import prepare
 from strataflux.client.runtime.models import ModelConfig
 from tests.unit.client.conftest import TOKENS, TinySource
 from tests.unit.client.prepare.test_sources import gguf_tensors, write_gguf

@@ -11,7 +11,8 @@ from torch import Tensor
 from strataflux.cache_policy.miss import Skip, Wait
 from strataflux.client.errors import MisuseError, RefusedError
 from strataflux.client.prepare.prepared import PreparedModel
-from strataflux.client.prepare.write import PrepareSettings, prepare
+from strataflux.client.prepare.settings import PrepareSettings
+from strataflux.client.prepare.write import prepare
 from strataflux.client.refined import RefinedModel, store_slot_bytes
 from strataflux.client.runtime.decoder import Decoder
 from strataflux.client.runtime.models import DecoderWeights

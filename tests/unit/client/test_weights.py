@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from strataflux.client.prepare.prepared import PreparedModel
-from strataflux.client.prepare.write import PrepareSettings, prepare
+from strataflux.client.prepare.settings import PrepareSettings
+from strataflux.client.prepare.write import prepare
 from strataflux.client.runtime.decoder import Decoder
 from strataflux.client.runtime.models import SETS, DecoderWeights
 from strataflux.client.weights import SetStatistics, WeightRefiner, record_bases, step_demand

@@ -10,7 +10,8 @@ import pytest
 
 from strataflux.client.cli.main import main
 from strataflux.client.prepare.prepared import PreparedModel
-from strataflux.client.prepare.write import PrepareSettings, prepare
+from strataflux.client.prepare.settings import PrepareSettings
+from strataflux.client.prepare.write import prepare
 from tests.unit.client.prepare.test_sources import gguf_tensors, write_gguf
 
 

@@ -14,7 +14,7 @@ from strataflux.client.demo.model import cache_folder, find_prepared, make_prepa
 from strataflux.client.demo.sentence import PROMPT, one_sentence
 from strataflux.client.errors import InputError
 from strataflux.client.prepare.bases.rtn import RtnSettings
-from strataflux.client.prepare.write import PrepareSettings
+from strataflux.client.prepare.settings import PrepareSettings
 from tests.unit.client.cli.conftest import Run
 
 

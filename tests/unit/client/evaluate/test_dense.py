@@ -12,7 +12,8 @@ from strataflux.client.evaluate.dense import DenseModel, _divergences, dense_log
 from strataflux.client.evaluate.scoring import divergences, score, score_reference
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.prepare.refinement import read_refinement
-from strataflux.client.prepare.write import PrepareSettings, prepare
+from strataflux.client.prepare.settings import PrepareSettings
+from strataflux.client.prepare.write import prepare
 from strataflux.client.runtime.decoder import Decoder
 from strataflux.client.runtime.forward import forward_text
 from strataflux.client.runtime.models import SETS, DecoderWeights

@@ -8,8 +8,9 @@ import pytest
 
 from strataflux.client.errors import InputError
 from strataflux.client.prepare.prepared import open_prepared
+from strataflux.client.prepare.settings import PrepareSettings
 from strataflux.client.prepare.verify import verify_prepared
-from strataflux.client.prepare.write import PrepareSettings, prepare
+from strataflux.client.prepare.write import prepare
 from strataflux.proto.errors import ContractError, StoreCorrupt
 
 

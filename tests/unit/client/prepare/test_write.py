@@ -12,7 +12,8 @@ from strataflux.client.errors import InputError, MisuseError
 from strataflux.client.prepare.bases.rtn import RtnSettings
 from strataflux.client.prepare.errors import DamagedModel
 from strataflux.client.prepare.prepared import open_prepared
-from strataflux.client.prepare.write import PrepareSettings, prepare, prepare_steps
+from strataflux.client.prepare.settings import PrepareSettings
+from strataflux.client.prepare.write import prepare, prepare_steps
 from strataflux.client.runtime.models import SETS
 from strataflux.kernels.refine import code_columns
 from strataflux.proto.store_format import open_store
@@ -26,7 +27,7 @@ def test_resident_weights_and_records_restore_the_model(
     source = tiny_source.with_config(tied_head=tied)
     calls: list[None] = []
     model = prepare(source, tmp_path / "p", PrepareSettings(RtnSettings(bits)), lambda: calls.append(None))
-    assert len(calls) == prepare_steps(source.config)
+    assert len(calls) == prepare_steps(source.config, PrepareSettings())
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
     assert model.config == source.config
     model.verify()

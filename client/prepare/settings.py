@@ -1,0 +1,110 @@
+"""How a model is prepared."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from strataflux.client.errors import MisuseError
+from strataflux.client.prepare.bases.awq import AwqSettings
+from strataflux.client.prepare.bases.lnq import LnqSettings
+from strataflux.client.prepare.bases.rtn import RtnSettings
+from strataflux.client.prepare.bases.sqllm import SqllmSettings
+from strataflux.client.prepare.fit import MULTIPLIERS
+from strataflux.client.runtime.models import SETS, ModelConfig
+
+__all__ = ["BASES", "BaseSettings", "FitSettings", "PrepareSettings", "base_settings", "check_inputs"]
+
+BaseSettings = RtnSettings | AwqSettings | SqllmSettings | LnqSettings
+
+BASES = ("rtn", "awq", "sqllm", "lnq")
+"""Names of the low-bit bases."""
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """How refinement values are fitted.
+
+    Raises:
+        MisuseError: on construction, if the multiplier is negative or no number.
+    """
+
+    multiplier: float | None = None
+    """Of λ; None tries several, and the plain residual, and takes for each projection set what held-out tokens like."""
+
+    def __post_init__(self) -> None:
+        if self.multiplier is not None and not 0 < self.multiplier < float("inf"):
+            raise MisuseError("fit", f"{self.multiplier}", "auto, or a number above 0", "1 is the usual one")
+
+    @property
+    def multipliers(self) -> tuple[float, ...]:
+        """The candidates."""
+        return MULTIPLIERS if self.multiplier is None else (self.multiplier,)
+
+    def to_json(self) -> dict[str, Any]:
+        """What decides which refinement values come out, beside text and budgets."""
+        return {"multipliers": list(self.multipliers), "plain": self.multiplier is None}
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """How a model is prepared.
+
+    Raises:
+        MisuseError: on construction, if text to calibrate on is needed and missing.
+    """
+
+    base: BaseSettings = field(default_factory=RtnSettings)
+    k: int = 32
+    """Default budget of every projection set, in channels per 1,024; can be overridden when decoding."""
+    fit: FitSettings | None = None
+    """None stores plain residuals."""
+    tokens: Tensor | None = None
+    """[sequences, n] int64 to calibrate on; see :func:`strataflux.client.prepare.calibrate.calibration_windows`."""
+    device: str = "cpu"
+    """Where calibration, quantization and fitting run."""
+
+    def __post_init__(self) -> None:
+        if self.tokens is None and not self.streams_once:
+            raise MisuseError("calibration", "no text", "text for this base or for fitting", "give some")
+
+    @property
+    def streams_once(self) -> bool:
+        """Whether layers are independent: no calibration, no fitting, nothing to resume."""
+        return isinstance(self.base, RtnSettings) and self.fit is None
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale; 0 for codebooks."""
+        return self.base.group if isinstance(self.base, RtnSettings | AwqSettings) else 0
+
+
+def base_settings(name: str, bits: int, group: int, guide_groups: int = 4) -> BaseSettings:
+    """The settings of the base called ``name``.
+
+    Raises:
+        MisuseError: there is no such base, or it does not support these numbers.
+    """
+    match name:
+        case "rtn":
+            return RtnSettings(bits, group)
+        case "awq":
+            return AwqSettings(bits, group)
+        case "sqllm":
+            return SqllmSettings(bits)
+        case "lnq":
+            return LnqSettings(bits, guide_groups)
+    raise MisuseError("--base", repr(name), ", ".join(BASES), "choose one of these")
+
+
+def check_inputs(config: ModelConfig, settings: PrepareSettings) -> None:
+    """Refuse a model whose matrices do not divide as the base needs, before the first byte is written.
+
+    Raises:
+        MisuseError: naming the projection set.
+    """
+    for name in SETS:
+        inputs, unit = config.set_shape(name)[1], settings.group or 8
+        if inputs % unit:
+            what = "group" if settings.group else "inputs"
+            raise MisuseError(what, f"{unit} for {name} with {inputs} inputs", "a divisor of the inputs", "use 64")
