@@ -66,7 +66,7 @@ def test_what_was_lost_is_in_the_store(tmp_path: Path, tiny_source: Any, setting
         for k in ((0, 64) if settings.fit else (0, 256, 1024))
     ]
     assert kl == sorted(kl, reverse=True)
-    assert settings.fit or kl[-1] < 0.03 * kl[0]
+    assert settings.fit or kl[-1] < 0.05 * kl[0]
 
 
 def test_the_manifest_says_what_it_is(tmp_path: Path, tiny_source: Any, settings: PrepareSettings) -> None:
