@@ -9,8 +9,8 @@ each, which goes through these states (``blocks``, one byte a block) by these ca
 
 From BUFFERED on its records may be asked for: until they are in the file they come from the write buffer, so a slot
 that is evicted early loses nothing and no slot is ever dirty. A put whose buffer is not free waits in its ring; the
-client's staging memory is the queue. Invariant: a write window is in use iff a block is being copied into it (``window``) or is
-BUFFERED with its number.
+client's staging memory is the queue. Invariant: a write window is in use iff a block is being copied into it
+(``window``) or is BUFFERED with its number.
 """
 
 from typing import Any
@@ -49,6 +49,7 @@ __all__ = [
     "clear_block",
     "finish_write",
     "is_gone",
+    "puts_waiting",
     "take_puts",
 ]
 
@@ -113,6 +114,27 @@ def take_puts(c: Core, e: Any) -> int:
 
 
 @borrowing
+def puts_waiting(c: Core) -> bool:
+    """Some session announced a put that could be taken now."""
+    for place in range(len(c.kv)):
+        kv = c.kv[place]
+        if not kv.active or c.sessions[kv.session].fenced:
+            continue
+        tail = ring.load_tail(c.sessions[kv.session].page + _PUT_TAIL, kv.head, _RING_LOG2)
+        if kv.window != NONE or (wide(tail) > kv.head and _free_window(c, place) != NONE):
+            return True
+    return False
+
+
+@borrowing
+def _free_window(c: Core, place: int) -> int:
+    for number in range(WRITES_A_PLACE):
+        if c.windows[_window(c, place, number)].state == 0:
+            return _window(c, place, number)
+    return NONE
+
+
+@borrowing
 def _accept(c: Core, place: int) -> bool:
     """Take the next announced put if a write buffer is free; False if there is nothing to copy now."""
     kv = c.kv[place]
@@ -129,14 +151,13 @@ def _accept(c: Core, place: int) -> bool:
         kv.refused += 1
         _answer(c, place, staging, refusal)
         return False
-    for number in range(WRITES_A_PLACE):
-        window = _window(c, place, number)
-        if c.windows[window].state == 0:
-            c.windows[window].state = 1
-            c.windows[window].offset = block * kv.block_stride
-            kv.window, kv.staged, kv.block, kv.copied = window, staging, block, 0
-            return True
-    return False
+    window = _free_window(c, place)
+    if window == NONE:
+        return False
+    c.windows[window].state = 1
+    c.windows[window].offset = block * kv.block_stride
+    kv.window, kv.staged, kv.block, kv.copied = window, staging, block, 0
+    return True
 
 
 @borrowing

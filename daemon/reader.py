@@ -14,7 +14,7 @@ from strataflux.daemon import engines
 from strataflux.daemon.cache import evict_ahead
 from strataflux.daemon.fills import finish_reads, start_fills, start_preload
 from strataflux.daemon.grace import close_batch, fence_stuck, observe_steps, recycle
-from strataflux.daemon.puts import take_puts
+from strataflux.daemon.puts import puts_waiting, take_puts
 from strataflux.daemon.requests import take_requests
 from strataflux.daemon.state import READER, Core
 from strataflux.daemon.system import futex_wake, monotonic_us
@@ -136,7 +136,7 @@ def _sleep(c: Core, e: Any, inside: bool) -> bool:
 
 @borrowing
 def _anything_new(c: Core) -> bool:
-    """Some session is inside a step, or published requests that were not taken."""
+    """Some session is inside a step, or published requests or puts that were not taken."""
     for place in range(c.stamp_owner[layout.MAX_SESSIONS]):
         session = c.sessions[c.stamp_owner[place]]
         if session.fenced:
@@ -147,4 +147,4 @@ def _anything_new(c: Core) -> bool:
         tail = wide(load_acquire_u64(session.page + _TAIL))
         if session.head < tail <= session.head + (1 << session.ring_log2):
             return True
-    return False
+    return puts_waiting(c)
