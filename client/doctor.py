@@ -82,7 +82,7 @@ def _join(path: Path) -> str:
 def check_config(config: Path) -> Iterator[Finding]:
     """Whether the daemon of this installation would take this file: unknown keys, bad values."""
     # -P: a checkout's folders share names with other packages, and the current folder may be a checkout.
-    command = [sys.executable, "-P", "-m", "strataflux.daemon", "--config", config, "--check-config"]
+    command = [sys.executable, "-P", "-m", "strataflux.daemon", "--config", str(config), "--check-config"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     if done.returncode:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines()]

@@ -26,6 +26,7 @@ from strataflux.daemon.access import Peer, peer_of, pidfd_of
 from strataflux.daemon.admission import Admission, Holder
 from strataflux.daemon.errors import DaemonError, Refusal
 from strataflux.daemon.interface import OpenedSession, Reader, SessionRequest
+from strataflux.daemon.notices import SegmentNotices
 from strataflux.proto import layout, messages
 from strataflux.proto.errors import ContractError, MessageError
 
@@ -36,7 +37,7 @@ _TEXT_MAX: Final = 2_000
 _PENDING_SHARE: Final = 2
 """Connections allowed for each session allowed: enough to be told the reason of a refusal, and bounded."""
 _RETRY_SECONDS: Final = 1.0
-_CAUSES: Final = ("hang_up", "process_end", "malformed", "slow", "stop")
+_CAUSES: Final = ("hang_up", "process_end", "malformed", "slow", "segment", "stop")
 
 
 @dataclass
@@ -87,6 +88,7 @@ class AttachServer:
         self._connections: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._taking = False
+        self.notices = SegmentNotices(lambda: self._connections)
 
     def start(self) -> None:
         """Take connections from now on."""
@@ -199,7 +201,18 @@ class _Connection:
         self.state = State.WAITING
         self.request: SessionRequest | None = None
         self.attached: AttachedClient | None = None
+        self.segments: set[int] = set()
         self._deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def opening(self) -> bool:
+        """Its session is in the making."""
+        return self.state is State.OPENING
+
+    @property
+    def held_stores(self) -> tuple[int, ...]:
+        """Indices of the stores of its session."""
+        return self.attached.stores if self.attached is not None else ()
 
     def start(self) -> None:
         """Wait for the hello, but not for long."""
@@ -233,6 +246,7 @@ class _Connection:
         if self.state is State.CLOSED:
             return
         was_opening, self.state = self.state is State.OPENING, State.CLOSED
+        self._server.notices.left(self)
         if self._deadline is not None:
             self._deadline.cancel()
         self._loop.remove_reader(self._socket)
@@ -274,6 +288,8 @@ class _Connection:
             self._on_hello(message)
         elif self.state is State.ATTACHED and isinstance(message, messages.KvReserve | messages.KvRelease):
             self._server.run(self._answer_kv(message))
+        elif isinstance(message, messages.SegmentDropped) and self._server.notices.dropped(self, message.first_slot):
+            pass
         else:
             self._malformed(f"{message.type} while {self.state.name.lower()}", "a message that fits the state")
 
@@ -316,6 +332,8 @@ class _Connection:
             self._server.counters.attached += 1
             if self.send(self._welcome(opened), opened.descriptors):
                 self.state = State.ATTACHED
+                self.segments = {info.first_slot for info in opened.segments}
+                self._server.notices.attached(self)
                 self._loop.add_reader(self._socket, self._on_readable)
                 _LOG.info("session %x: %s, uid %d, process %d", opened.session_id, client, request.uid, request.pid)
         finally:

@@ -22,6 +22,7 @@ __all__ = [
     "HealthConfig",
     "LifeConfig",
     "LogConfig",
+    "MemoryConfig",
     "MetricsConfig",
     "Override",
     "ReaderConfig",
@@ -128,6 +129,20 @@ class HealthConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    """``[memory]``. Behaviour: when cache is given back to the machine, one segment at a time, and taken again."""
+
+    low_bytes: int = key(values.size(0, 1 << 50), 256 * _MIB)
+    """Less free memory releases cache; 0 never does. Every record released is read again when it is wanted."""
+    high_bytes: int = key(values.size(0, 1 << 50), 512 * _MIB)
+    """What has to stay free when cache is taken again; a distance to ``low_bytes`` keeps it from going to and fro."""
+    pressure_percent: float = key(values.percent(0.1, 100), 10.0)
+    """Share of the last ten seconds in which some task waited for memory, from which on cache is released."""
+    calm_seconds: float = key(values.seconds(0, 86_400), 60.0)
+    """Without either for as long, cache is taken again."""
+
+
+@dataclass(frozen=True)
 class MetricsConfig:
     """``[metrics]``. Behaviour."""
 
@@ -155,6 +170,7 @@ class Config:
     attach: AttachConfig = field(default_factory=AttachConfig)
     life: LifeConfig = field(default_factory=LifeConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -188,6 +204,7 @@ def resolve_config(
         "attach": AttachConfig,
         "life": LifeConfig,
         "health": HealthConfig,
+        "memory": MemoryConfig,
         "metrics": MetricsConfig,
         "log": LogConfig,
     }
@@ -202,7 +219,18 @@ def resolve_config(
     parsed: dict[str, Any] = {
         name: _section(kind, table.get(name, {}), source, name, flags) for name, kind in sections.items()
     }
+    _refuse_crossed(parsed["memory"], source)
     return Config(runtime_dir=runtime_dir, stores=_stores(table.get("store", []), source, stores), **parsed)
+
+
+def _refuse_crossed(memory: MemoryConfig, source: str) -> None:
+    if memory.high_bytes < memory.low_bytes:
+        raise ConfigError(
+            f"{source}:memory.high_bytes",
+            values.size_text(memory.high_bytes),
+            f"at least memory.low_bytes, {values.size_text(memory.low_bytes)}",
+            "raise it, or lower memory.low_bytes",
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from strataflux.daemon.stats import Stats
 from strataflux.proto.messages import KvGeometry, SegmentInfo, TableInfo
 
-__all__ = ["Manifest", "OpenedSession", "Reader", "ServedStore", "SessionRequest"]
+__all__ = ["AddedSegment", "Manifest", "OpenedSession", "Reader", "ServedStore", "SessionRequest"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,15 @@ class OpenedSession(Protocol):
     stamps_count: int
     staging_block_bytes: int
     descriptors: list[int]
+
+
+@dataclass(frozen=True)
+class AddedSegment:
+    """A new cache segment for ``stores`` (indices of served stores). Whoever asked for it closes ``descriptor``."""
+
+    info: SegmentInfo
+    stores: tuple[int, ...]
+    descriptor: int
 
 
 class Manifest(Protocol):
@@ -128,6 +137,21 @@ class Reader(Protocol):
 
     def snapshot(self) -> Stats:
         """Thread-safe, at any time between start and stop; never stops the reader."""
+
+    def begin_release(self) -> int | None:
+        """Start to give one cache segment back: its first slot; None at the least. Thread-safe, as all of these."""
+
+    def release_settled(self, first_slot: int) -> bool:
+        """Its records are out of the directories and past grace: sessions may be told to unmap it."""
+
+    def finish_release(self, first_slot: int) -> int:
+        """Nobody maps it any more: drop it; its bytes."""
+
+    def grow(self) -> AddedSegment | None:
+        """Take the segment that was released last again; None where nothing is missing. Raises SegmentError."""
+
+    def missing_bytes(self) -> int:
+        """How far the cache is below its budget."""
 
     def echo(self) -> None:
         """Return once the loop took note of this call: it turns, and hears its doorbell. Raises DaemonError."""

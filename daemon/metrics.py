@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from strataflux.daemon.attach import AttachCounters
+from strataflux.daemon.pressure import MemoryState
 from strataflux.daemon.rpc_counter import RPC_BOUNDS_SECONDS, RpcTimes
 from strataflux.daemon.stats import Stats
 
@@ -42,6 +43,10 @@ class Moment(NamedTuple):
     rpc_times: Mapping[str, RpcTimes]
     sessions: int
     stores: tuple[ServedFiles, ...]
+    memory: MemoryState
+    releases: int
+    released_bytes: int
+    """Cache segments given back to the machine so far, and their bytes."""
     ready: bool
     degraded: Mapping[str, str]
     progress_age_seconds: float
@@ -204,6 +209,22 @@ METRICS: Final[tuple[Declaration, ...]] = (
     _S("strataflux_cache_slots", _G, "Slots by size and state.", ("kind", "slot_bytes", "state"), _cache_slots),
     _S("strataflux_cache_page_moves", _C, "Pages that changed class.", (), _one(lambda m: m.stats.page_moves)),
     _S("strataflux_metadata_bytes", _G, "Memory beside the cache.", (), _one(lambda m: m.stats.metadata_bytes)),
+    _S(
+        "strataflux_memory_pressure",
+        _G,
+        "Share of the last 10 s in which tasks waited for memory.",
+        ("kind",),
+        lambda m: [(("some",), m.memory.some_percent / 100), (("full",), m.memory.full_percent / 100)],
+    ),
+    _S(
+        "strataflux_memory_available_bytes",
+        _G,
+        "Free for this service: of the machine, or of its tightest limit.",
+        (),
+        lambda m: [] if m.memory.available is None else [((), m.memory.available)],
+    ),
+    _S("strataflux_pressure_releases", _C, "Cache segments given back.", (), _one(lambda m: m.releases)),
+    _S("strataflux_pressure_released_bytes", _C, "Their bytes.", (), _one(lambda m: m.released_bytes)),
     _S("strataflux_ssd_reads", _C, "Reads that completed.", (), _one(lambda m: m.stats.reads.reads)),
     _S("strataflux_ssd_read_bytes", _C, "Bytes read.", (), _one(lambda m: m.stats.reads.bytes)),
     _S("strataflux_io_inflight", _G, "Reads in flight.", (), _one(lambda m: m.stats.reads.in_flight)),

@@ -18,8 +18,9 @@ from strataflux.daemon.engines.board import Board, open_board
 from strataflux.daemon.engines.uring import UringEngine, open_uring
 from strataflux.daemon.errors import DaemonError, ReaderFailed, Refusal
 from strataflux.daemon.folding import CounterFold, read_stats
-from strataflux.daemon.interface import SessionRequest
+from strataflux.daemon.interface import AddedSegment, SessionRequest
 from strataflux.daemon.kv import KvPlace, KvSettings
+from strataflux.daemon.segments import SegmentPool, drain_segment
 from strataflux.daemon.stats import Stats
 from strataflux.daemon.store import Store, open_served
 from strataflux.daemon.tier import OpenSession, Tier
@@ -84,6 +85,7 @@ class ReaderThread:
         self._started: Future[None] = Future()
         # fixed after start
         self._tier: Tier
+        self._pool: SegmentPool
         self._engine: UringEngine | Board
         # guarded by the deque's own atomicity
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -102,6 +104,7 @@ class ReaderThread:
         """
         settings = self.settings
         self._tier = Tier(self.stores, settings.weight_bytes, settings.queue_depth, settings.grace_seconds, settings.kv)
+        self._pool = SegmentPool(self._tier)
         self._tier.core.rd[0]["idle_timeout_us"] = int(settings.idle_seconds * 1e6)
         self._thread.start()
         self._started.result()
@@ -128,9 +131,9 @@ class ReaderThread:
         return isinstance(self._engine, UringEngine) and self._engine.registered
 
     @property
-    def setup_flags(self) -> list[str]:
+    def setup_flags(self) -> tuple[str, ...]:
         """Optional io_uring set-up flags that this kernel took."""
-        return list(self._engine.flags) if isinstance(self._engine, UringEngine) else []
+        return tuple(self._engine.flags) if isinstance(self._engine, UringEngine) else ()
 
     def open_session(self, request: SessionRequest) -> OpenSession:
         """Enter a session; it is in the reader's table before this returns.
@@ -199,6 +202,30 @@ class ReaderThread:
         with self._fold_lock:
             self._fold.fold(self._tier)
             return read_stats(self._tier, self._fold)
+
+    def begin_release(self) -> int | None:
+        """Start to give one cache segment back: its first slot, None where no more can go."""
+        return self.execute(self._pool.begin)
+
+    def release_settled(self, first_slot: int) -> bool:
+        """No slot of it is in use or within its grace."""
+        return self.execute(lambda: self._pool.settled(first_slot))
+
+    def finish_release(self, first_slot: int) -> int:
+        """Drop its memory, which nobody maps any more; its bytes."""
+        return self.execute(lambda: self._pool.finish(first_slot))
+
+    def grow(self) -> AddedSegment | None:
+        """Take the segment that was released last again.
+
+        Raises:
+            SegmentError: no memory for it.
+        """
+        return self.execute(self._pool.grow)
+
+    def missing_bytes(self) -> int:
+        """How far the cache is below its budget."""
+        return self.execute(self._pool.missing_bytes)
 
     def echo(self) -> None:
         """Return once the loop took note of this call.
@@ -337,5 +364,6 @@ def warm_up() -> None:
         for descriptor in session.descriptors:
             os.close(descriptor)
         thread.check_integrity()
+        thread.execute(lambda: drain_segment(thread._tier.core, 0))
         thread.close_session(session.index)
         thread.stop()

@@ -23,7 +23,9 @@ from strataflux.daemon.errors import ConfigError
 from strataflux.daemon.health import Health, ProgressWatch
 from strataflux.daemon.interface import Reader, ServedStore
 from strataflux.daemon.memory import available_memory, require_memory
+from strataflux.daemon.memory_keeper import MemoryKeeper
 from strataflux.daemon.notify import Notifier, activated_sockets, watchdog_seconds
+from strataflux.daemon.pressure import MemoryState, Watermarks, memory_state
 from strataflux.daemon.probe import Prober
 from strataflux.daemon.runtime_dir import RuntimeFolder
 from strataflux.proto.runtime import ATTACH_SOCKET, CONTROL_SOCKET, runtime_folder
@@ -55,12 +57,14 @@ class Server(Generic[S]):
         environment: MutableMapping[str, str],
         open_stores: Callable[[Config], Sequence[S]],
         make_reader: Callable[[Config, Sequence[S], float], Reader],
+        look_at_memory: Callable[[], MemoryState] = memory_state,
     ) -> None:
         # fixed after construction
         self.config = config
         self._environment = environment
         self._open_stores = open_stores
         self._make_reader = make_reader
+        self._look_at_memory = look_at_memory
         self._notifier = Notifier(environment)
         self._watchdog = watchdog_seconds(environment, os.getpid())
         self._stop = asyncio.Event()
@@ -72,6 +76,7 @@ class Server(Generic[S]):
         self._stores: Sequence[S] = ()
         self._prober: Prober
         self._attach: AttachServer
+        self._memory: MemoryKeeper
         self._front: ControlFront
         self.metrics_port: int | None = None
         # event loop only
@@ -123,6 +128,9 @@ class Server(Generic[S]):
         self._attach = AttachServer(attach_listener, self._reader, admission)
         self._stack.push_async_callback(self._attach.close)
         self._attach.start()
+        watermarks = Watermarks(config.memory, time.monotonic)
+        self._memory = MemoryKeeper(self._reader, self._attach.notices, watermarks, self._look_at_memory)
+        self._stack.push_async_callback(self._memory.close)
         await self._start_control(
             folder, activated.get(CONTROL_SOCKET) or folder.bind(CONTROL_SOCKET, socket.SOCK_STREAM)
         )
@@ -153,6 +161,9 @@ class Server(Generic[S]):
         buffered = wanted_direct and self._reader.direct_io != "direct"
         self.health.set_reason("buffered", "a store's file system refuses direct reads" if buffered else None)
         self.health.set_obstacle("probe", self._prober.obstacle())
+        self._memory.on_tick()
+        missing = self._memory.missing_bytes
+        self.health.set_reason("memory", f"{missing >> 20} MiB of cache are given back" if missing else None)
         if (status := self._describe()) != self._status:
             self._status = status
             self._notifier.send(STATUS=status)
@@ -237,6 +248,9 @@ class Server(Generic[S]):
             rpc_times=dict(rpcs.times) if rpcs is not None else {},
             sessions=self._attach.session_count,
             stores=tuple(_served_files(store) for store in self._stores),
+            memory=self._memory.state,
+            releases=self._memory.releases,
+            released_bytes=self._memory.released_bytes,
             ready=self.health.ready,
             degraded={**self.health.reasons, **self.health.obstacles},
             progress_age_seconds=self._watch.age_seconds,

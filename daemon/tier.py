@@ -85,6 +85,7 @@ class Tier:
         self.stores = list(stores)
         self.generation = secrets.randbits(63)
         self.segments: list[CacheSegment] = []
+        self.retiring: list[CacheSegment] = []  # not for new sessions any more
         self.daemon_page = create("strataflux-daemon", layout.PAGE_HEADER_BYTES, reserve=True)
         self._write_header(self.daemon_page, layout.DAEMON_PAGE, layout.DAEMON_MAGIC, 0)
         self.doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -345,6 +346,6 @@ class Tier:
             store.close()
 
     def _drop_memory(self) -> None:
-        for segment in (self.daemon_page, *self.directories, *(s.segment for s in self.segments)):
+        for segment in (self.daemon_page, *self.directories, *(s.segment for s in (*self.segments, *self.retiring))):
             segment.close()
         os.close(self.doorbell)

@@ -20,6 +20,7 @@ __all__ = [
     "key",
     "number",
     "optional_folder",
+    "percent",
     "seconds",
     "size",
     "size_text",
@@ -86,6 +87,11 @@ def seconds(minimum: float, maximum: float) -> Kind[float]:
         return float(value)
 
     return Kind(f"seconds, {minimum:g} … {maximum:g}", parse)
+
+
+def percent(minimum: float, maximum: float) -> Kind[float]:
+    """A share in percent, fractions allowed."""
+    return Kind(f"a share of {minimum:g} … {maximum:g} %", seconds(minimum, maximum).parse)
 
 
 def _boolean(value: object) -> bool:

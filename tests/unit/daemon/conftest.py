@@ -17,7 +17,7 @@ from strataflux.daemon.admission import Admission
 from strataflux.daemon.attach import AttachServer
 from strataflux.daemon.config import AttachConfig, StoreConfig
 from strataflux.daemon.errors import DaemonError, Refusal
-from strataflux.daemon.interface import SessionRequest
+from strataflux.daemon.interface import AddedSegment, SessionRequest
 from strataflux.daemon.stats import SessionStats, Stats
 from strataflux.proto import layout, messages, segment
 from strataflux.proto.messages import Hello, Refuse, SegmentInfo, StoreRef, TableInfo
@@ -125,6 +125,21 @@ class FakeReader:
         if self.stats.sessions or not self.open:
             return self.stats
         return Stats(sessions=tuple(SessionStats(index, lookups=10, hits=4) for index in sorted(self.open)))
+
+    def begin_release(self) -> int | None:
+        return None
+
+    def release_settled(self, first_slot: int) -> bool:
+        return True
+
+    def finish_release(self, first_slot: int) -> int:
+        return CACHE_BYTES
+
+    def grow(self) -> AddedSegment | None:
+        return None
+
+    def missing_bytes(self) -> int:
+        return 0
 
     def echo(self) -> None:
         if self.failure is not None:

@@ -16,6 +16,7 @@ from strataflux.daemon.attach import AttachCounters
 from strataflux.daemon.errors import ConfigError
 from strataflux.daemon.exporter import Exporter, StrataFluxCollector
 from strataflux.daemon.metrics import HISTOGRAMS, INFOS, METRICS, Moment, ServedFiles
+from strataflux.daemon.pressure import MemoryState
 from strataflux.daemon.rpc_counter import RpcTimes
 from strataflux.daemon.stats import (
     CacheStats,
@@ -75,6 +76,9 @@ def moment(stats: Stats = STATS, degraded: dict[str, str] | None = None) -> Mome
         rpc_times={"GetStats": RpcTimes([5] + [0] * 12, 0.002)},
         sessions=1,
         stores=(ServedFiles("abcdef012345", 2, 10, 5120, 8192, 1 << 30),),
+        memory=MemoryState(1 << 30, 2.5, 0.5),
+        releases=2,
+        released_bytes=32 << 20,
         ready=True,
         degraded=degraded or {},
         progress_age_seconds=0.25,
@@ -122,6 +126,10 @@ def registry() -> CollectorRegistry:
         ("fills_unused_total", {}, 2),
         ("disk_used_bytes", {"model": "abcdef012345"}, 8192),
         ("disk_free_bytes", {"model": "abcdef012345"}, 1 << 30),
+        ("memory_pressure", {"kind": "some"}, 0.025),
+        ("memory_available_bytes", {}, 1 << 30),
+        ("pressure_releases_total", {}, 2),
+        ("pressure_released_bytes_total", {}, 32 << 20),
         ("rpc_total", {"method": "GetStats", "code": "OK"}, 5),
         ("rpc_seconds_bucket", {"method": "GetStats", "le": "0.001"}, 5),
         ("io_inflight", {}, 2),
