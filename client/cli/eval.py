@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _DEFAULT_CACHE = "25%"
+_TOKENS, _DENSE_TOKENS = 512, 2047
 
 
 def _command(
@@ -34,11 +35,17 @@ def _command(
     text: Annotated[Path | None, typer.Option(help="A UTF-8 text.", show_default="prose of Python's own help")] = None,
     reference: Annotated[
         Path | None,
-        typer.Option(help="The unquantized model, as given to prepare. Without it there is no KL.", show_default=False),
+        typer.Option(
+            help="The unquantized model. Without it there is no KL.", show_default="what was prepared, if still there"
+        ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Scored tokens in each window.")] = 512,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Scored tokens in each window.", show_default="512; with --dense 2047")
+    ] = None,
     windows: Annotated[int, typer.Option(min=1, help="How many stretches of the text to score.")] = 1,
     k: ChannelsOption = None,
+    dense: Annotated[bool, typer.Option("--dense", help="Whole windows at once, as if nothing missed.")] = False,
+    device: Annotated[str, typer.Option(help="Where --dense runs: cpu or cuda.")] = "cpu",
     miss: MissOption = "skip",
     weight_cache: WeightCacheOption = None,
     runtime_dir: RuntimeDirOption = None,
@@ -47,7 +54,8 @@ def _command(
     """Score a text token by token through a daemon: the one of --runtime-dir, or one of its own.
 
     The unquantized model and the low-bit weights alone are scored beside it. Bytes read are the daemon's count of what
-    it read from its stores meanwhile; a daemon that serves others counts theirs, too.
+    it read from its stores meanwhile; a daemon that serves others counts theirs, too. With --dense there is no daemon:
+    every token is refined with all that it selects, which is what a cache that held everything would give.
     """
     from strataflux.client.evaluate.run import evaluate
     from strataflux.client.launch import PrivateDaemon
@@ -59,6 +67,11 @@ def _command(
     output = Output(as_json)
     policy = parse_miss(miss)
     prepared = open_prepared(folder)
+    tokens = tokens or (_DENSE_TOKENS if dense else _TOKENS)
+    reference = reference or _origin(prepared)
+    if dense:
+        _dense(output, prepared, reference, _windows(prepared, text, tokens, windows), k, device)
+        return
     cache_bytes = parse_cache(weight_cache or _DEFAULT_CACHE, store_slot_bytes(prepared.config))
     with progress("reading the models"):
         chosen = _windows(prepared, text, tokens, windows)
@@ -80,6 +93,42 @@ def _windows(prepared: "PreparedModel", text: Path | None, tokens: int, windows:
     words = python_prose() if text is None else read_text(text)
     subject = "pydoc_data.topics" if text is None else text
     return cut_windows(subject, prepared.tokenizer().encode(words).ids, tokens, windows)
+
+
+def _origin(prepared: "PreparedModel") -> Path | None:
+    """The model that was prepared, if it is still where it was."""
+    origin = prepared.manifest.origin
+    return Path(origin) if origin and Path(origin).exists() else None
+
+
+def _dense(
+    output: Output,
+    prepared: "PreparedModel",
+    reference: Path | None,
+    windows: list[list[int]],
+    k: int | None,
+    device: str,
+) -> None:
+    from strataflux.client.cli.table import comparison_table
+    from strataflux.client.evaluate.dense_run import evaluate_dense
+
+    with progress("reading the models"):
+        exact = None if reference is None else _read(reference)
+    with progress("scoring windows", len(windows)) as advance:
+        rows = evaluate_dense(prepared, exact, windows, k=k, device=device, on_window=advance)
+    output.print(comparison_table(rows))
+    if exact is None:
+        output.print("no --reference was given: perplexity only")
+    output.result(
+        {
+            **{name: row.to_json() for name, row in rows.items()},
+            "bits_per_weight": prepared.bits_per_weight,
+            "tokens": len(windows[0]) - 1,
+            "windows": len(windows),
+            "k": prepared.manifest.k if k is None else k,
+            "dense": True,
+        }
+    )
 
 
 def _read(source: Path) -> "DecoderWeights":

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,7 +10,15 @@ from strataflux.client.cli.options import JsonOption
 from strataflux.client.cli.output import Output, progress
 from strataflux.client.errors import InputError, MisuseError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from strataflux.client.prepare.settings import FitSettings
+    from strataflux.client.prepare.source import ModelSource
+
 __all__ = ["register"]
+
+_SEQUENCE = 512
 
 
 def _command(
@@ -18,34 +26,44 @@ def _command(
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="Where the prepared model shall lie.")],
     bits: Annotated[int, typer.Option(help="Bits of the resident weights: 2, 3 or 4.")] = 3,
     group: Annotated[int, typer.Option(help="Weights that share a scale: 64 or 128.")] = 64,
-    base: Annotated[str, typer.Option(help="How weights are quantized: rtn.")] = "rtn",
+    base: Annotated[str, typer.Option(help="How weights are quantized: rtn, awq, sqllm or lnq.")] = "rtn",
+    guide_groups: Annotated[int, typer.Option(help="Of lnq: row groups with a Hessian of their own, 1 or 4.")] = 4,
+    fit: Annotated[str, typer.Option(help="Refinement values: off (residuals), auto, or a multiplier of λ.")] = "off",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="A UTF-8 text like those to decode, for all but plain rtn.", show_default="Python's help"),
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(min=2048, help="How much of it to use.")] = 16384,
+    device: Annotated[str, typer.Option(help="Where calibration runs: cpu or cuda.")] = "cpu",
+    restart: Annotated[bool, typer.Option("--restart", help="Drop what an interrupted run finished.")] = False,
     k: Annotated[int, typer.Option(min=0, max=1024, help="Default of --k when decoding.")] = 32,
     force: Annotated[bool, typer.Option("--force", help="Replace a prepared model that is there.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Prepare a model: low-bit weights to keep in memory, and a store of refinement bits.
 
-    Nothing is at OUT before it is whole; with --force the old model is there until the new one takes its place.
+    Nothing is at OUT before it is whole; with --force the old model is there until the new one takes its place. What
+    an interrupted run with a base that calibrates, or with --fit, finished is taken up by the next one.
     """
-    from strataflux.client.prepare.bases.rtn import RtnSettings
-    from strataflux.client.prepare.settings import PrepareSettings
+    from strataflux.client.prepare.settings import PrepareSettings, base_settings
     from strataflux.client.prepare.source import open_source
     from strataflux.client.prepare.write import prepare, prepare_steps
 
     output = Output(as_json)
     started = time.monotonic()
-    if base != "rtn":
-        raise MisuseError("--base", repr(base), "rtn", "choose it")
-    settings = PrepareSettings(RtnSettings(bits, group), k)
+    chosen, fitting = base_settings(base, bits, group, guide_groups), _fit(fit)
     _check_target(folder, force)
     with progress("reading the model"):
         model = open_source(source)
-    with progress("preparing layers, in two passes", prepare_steps(model.config, settings)) as advance:
-        prepared = prepare(model, folder, settings, advance)
+        tokens = None if base == "rtn" and fitting is None else _tokens(model, calibration, calibration_tokens)
+    settings = PrepareSettings(chosen, k, fitting, tokens, device, str(source.resolve()))
+    with progress("preparing layers", prepare_steps(model.config, settings)) as advance:
+        prepared = prepare(model, folder, settings, advance, restart=restart)
     seconds = time.monotonic() - started
     store_bytes = sum(file.stat().st_size for file in prepared.store.iterdir())
+    grouped = f"in groups of {settings.group}" if settings.group else "with a codebook a row"
     output.print(
-        f"{folder}: {bits} bits in groups of {group}, {prepared.resident_bytes / 1e6:.1f} MB resident, "
+        f"{folder}: {base}, {bits} bits {grouped}, {prepared.resident_bytes / 1e6:.1f} MB resident, "
         f"{store_bytes / 1e6:.1f} MB of refinement bits, in {seconds:.1f} s"
     )
     output.result(
@@ -53,13 +71,34 @@ def _command(
             "prepared": folder,
             "base": base,
             "bits": bits,
-            "group": group,
+            "group": settings.group,
+            "bits_per_weight": prepared.bits_per_weight,
+            "fit": fit,
             "resident_bytes": prepared.resident_bytes,
             "store_bytes": store_bytes,
             "identity_digest": prepared.manifest.digest,
             "seconds": seconds,
         }
     )
+
+
+def _fit(text: str) -> "FitSettings | None":
+    from strataflux.client.prepare.settings import FitSettings
+
+    if text in ("off", "auto"):
+        return FitSettings() if text == "auto" else None
+    try:
+        return FitSettings(float(text))
+    except ValueError as error:
+        raise MisuseError("--fit", repr(text), "off, auto, or a number above 0", "auto is the safe choice") from error
+
+
+def _tokens(model: "ModelSource", text: Path | None, count: int) -> "Tensor":
+    from strataflux.client.evaluate.text import python_prose, read_text
+    from strataflux.client.prepare.calibrate import calibration_windows
+
+    words, subject = (python_prose(), "pydoc_data.topics") if text is None else (read_text(text), text)
+    return calibration_windows(subject, model.tokenizer(), words, count // _SEQUENCE, _SEQUENCE)
 
 
 def _check_target(folder: Path, force: bool) -> None:

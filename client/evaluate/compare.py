@@ -9,12 +9,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from strataflux.client.errors import InputError
+from strataflux.client.errors import InputError, MisuseError
 from strataflux.client.evaluate.scoring import Reference, Score, score, score_reference
 from strataflux.client.runtime.forward import forward_text
-from strataflux.client.runtime.models import DecoderWeights
+from strataflux.client.runtime.models import DecoderWeights, ModelConfig
 
-__all__ = ["COLD_TOKENS", "Row", "cut_windows", "join_scores", "reference_of", "score_unrefined"]
+__all__ = [
+    "COLD_TOKENS",
+    "Row",
+    "cut_windows",
+    "join_scores",
+    "reference_of",
+    "require_same_dimensions",
+    "score_unrefined",
+]
 
 COLD_TOKENS = 64
 """Means are also given without so many first tokens, in which a cache that starts empty fills."""
@@ -74,6 +82,27 @@ def cut_windows(subject: object, tokens: Sequence[int], scored: int, windows: in
             "lower --tokens or --windows, or give a longer text",
         )
     return [list(tokens[start : start + scored + 1]) for start in range(0, needed, scored + 1)]
+
+
+def require_same_dimensions(reference: ModelConfig, prepared: ModelConfig) -> None:
+    """Refuse a reference that cannot be the model that was prepared.
+
+    Raises:
+        MisuseError: its dimensions differ.
+    """
+    if _dimensions(reference) != _dimensions(prepared):
+        raise MisuseError(
+            "--reference",
+            f"dimensions {_dimensions(reference)}",
+            f"{_dimensions(prepared)}, as prepared",
+            "pass the model that was prepared",
+        )
+
+
+def _dimensions(config: ModelConfig) -> tuple[int, ...]:
+    # Integers only: two files of one model may round its constants differently.
+    heads = (config.heads, config.kv_heads, config.head_dim)
+    return config.vocabulary, config.hidden, config.intermediate, config.layers, *heads
 
 
 def reference_of(weights: DecoderWeights, tokens: Sequence[int]) -> Reference:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from strataflux.cache_policy.miss import MissPolicy
 from strataflux.client.control import Control
-from strataflux.client.errors import MisuseError
-from strataflux.client.evaluate.compare import Row, join_scores, reference_of, score_unrefined
+from strataflux.client.evaluate.compare import Row, join_scores, reference_of, require_same_dimensions, score_unrefined
 from strataflux.client.evaluate.scoring import Score, score
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.refined import RefinedModel
-from strataflux.client.runtime.models import DecoderWeights, ModelConfig
+from strataflux.client.runtime.models import DecoderWeights
 from strataflux.client.runtime.threads import decoding_threads
 from strataflux.client.session_stats import SessionStats
 
@@ -53,13 +52,8 @@ def evaluate(
         MisuseError: the reference is of other dimensions than the prepared model.
         DaemonUnavailableError, RefusedError: as attaching.
     """
-    if reference is not None and _dimensions(reference.config) != _dimensions(prepared.config):
-        raise MisuseError(
-            "--reference",
-            f"dimensions {_dimensions(reference.config)}",
-            f"{_dimensions(prepared.config)}, as prepared",
-            "pass the model that was prepared",
-        )
+    if reference is not None:
+        require_same_dimensions(reference.config, prepared.config)
     weights = DecoderWeights.read(prepared)
     scores: dict[str, list[Score]] = {"reference": [], "base": [], "refined": []}
     context = max(len(window) for window in windows)
@@ -96,9 +90,3 @@ def refined_row(result: Score, model: RefinedModel, bytes_read: int, *, compared
         weight_hit_rate=stats.hits / stats.lookups if stats.lookups else 0.0,
         bytes_read=bytes_read,
     )
-
-
-def _dimensions(config: ModelConfig) -> tuple[int, ...]:
-    # Integers only: two files of one model may round its constants differently.
-    heads = (config.heads, config.kv_heads, config.head_dim)
-    return config.vocabulary, config.hidden, config.intermediate, config.layers, *heads

@@ -9,6 +9,7 @@
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,6 +68,8 @@ class Manifest:
     kv: Mapping[str, Any] | None
     """Settings of the key and value cache; none is prepared yet if null."""
     identity: Mapping[str, Any]
+    origin: str | None = None
+    """Where the unquantized model was read from, if that is known."""
 
     @property
     def digest(self) -> str:
@@ -86,6 +89,7 @@ class Manifest:
             "mlp_scheme": self.mlp_scheme,
             "kv": self.kv,
             "tokenizer": TOKENIZER,
+            "origin": self.origin,
             "identity": dict(self.identity),
             "identity_digest": self.digest,
         }
@@ -113,6 +117,16 @@ class PreparedModel:
     def resident_bytes(self) -> int:
         """Bytes of the resident weights as packed, embeddings included."""
         return (self.folder / RESIDENT).stat().st_size
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of the projections' codes, scales, zero-points and codebooks, over the number of their weights."""
+        parts = {"codes", "scales", "zeros", "planes", "codebook"}
+        shapes = resident_tensors(self.config, self.manifest.bits, self.manifest.group)
+        stored = sum(
+            math.prod(shape) * dtype.itemsize for name, (dtype, shape) in shapes.items() if name.split(".")[-1] in parts
+        )
+        return 8 * stored / (self.config.layers * sum(math.prod(self.config.set_shape(name)) for name in SETS))
 
     def embedding(self) -> Tensor:
         """[vocabulary, hidden] float32."""
@@ -245,7 +259,11 @@ def _read_manifest(path: Path) -> Manifest:
         raise InputError(path, f"format {found!r}", f"format {FORMAT}", "use a matching version of strataflux")
     try:
         names = ("base", "bits", "group", "k", "shift", "mlp_scheme", "kv", "identity")
-        manifest = Manifest(config=ModelConfig.from_json(value["config"]), **{name: value[name] for name in names})
+        manifest = Manifest(
+            config=ModelConfig.from_json(value["config"]),
+            origin=value.get("origin"),
+            **{name: value[name] for name in names},
+        )
         if manifest.digest != value["identity_digest"]:
             raise InputError(path, f"identity {manifest.digest[:12]}…", f"{value['identity_digest']}", _REMEDY)
     except (KeyError, TypeError, ModelConfigError) as error:

@@ -63,6 +63,8 @@ class PrepareSettings:
     """[sequences, n] int64 to calibrate on; see :func:`strataflux.client.prepare.calibrate.calibration_windows`."""
     device: str = "cpu"
     """Where calibration, quantization and fitting run."""
+    origin: str | None = None
+    """Where the model was read from, remembered so that it can be compared with; no part of the identity."""
 
     def __post_init__(self) -> None:
         if self.tokens is None and not self.streams_once:

@@ -155,6 +155,7 @@ def _manifest(config: ModelConfig, settings: PrepareSettings, digest: str) -> Ma
         mlp_scheme="channels",
         kv=None,
         identity=identity,
+        origin=settings.origin,
     )
 
 

@@ -85,3 +85,56 @@ def test_a_disk_that_refuses_is_a_failure(
     assert said.code == 1
     assert "No space left" in said.err
     assert names(tmp_path) == ["tiny.gguf"]
+
+
+@pytest.fixture
+def prose(tmp_path: Path) -> Path:
+    path = tmp_path / "prose.txt"
+    path.write_text("he saw the sea, the ship, the harbour; then he went home and slept. " * 60)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "base", "bits_per_weight"),
+    [
+        (("--base", "awq"), "awq", 3 + 24 / 64),
+        (("--base", "sqllm", "--bits", 2), "sqllm", None),
+        (("--base", "lnq", "--guide-groups", 1, "--fit", "auto"), "lnq", None),
+        (("--fit", "auto"), "rtn", 3 + 24 / 64),
+    ],
+)
+def test_bases_that_calibrate(
+    options: tuple[object, ...],
+    base: str,
+    bits_per_weight: float | None,
+    tmp_path: Path,
+    tiny_gguf: Path,
+    prose: Path,
+    run: Run,
+) -> None:
+    text = ("--calibration", prose, "--calibration-tokens", 2048)
+    said = run("prepare", tiny_gguf, tmp_path / "out", *options, *text, "--json")
+    assert said.code == 0, said.err
+    found, prepared = said.json(), open_prepared(tmp_path / "out")
+    verify_prepared(prepared)
+    assert (found["base"], prepared.manifest.base) == (base, base)
+    assert bits_per_weight is None or found["bits_per_weight"] == pytest.approx(bits_per_weight)
+    assert names(tmp_path) == ["out", "prose.txt", "tiny.gguf"]
+    scored = run("eval", tmp_path / "out", "--text", prose, "--tokens", 40, "--windows", 2, "--dense", "--json")
+    assert scored.code == 0, scored.err
+    rows = scored.json()
+    assert rows["bits_per_weight"] == found["bits_per_weight"]
+    assert 0 < rows["refined"]["kl"] < rows["base"]["kl"]
+    assert rows["reference"]["ppl"] > 1
+
+
+def test_a_calibration_text_that_is_too_short(tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run) -> None:
+    said = run("prepare", tiny_gguf, tmp_path / "out", "--base", "awq", "--calibration", prose, "--json")
+    assert said.code == 2
+    assert said.json()["error"]["expected"] == "at least 16384 for calibration"
+    assert names(tmp_path) == ["prose.txt", "tiny.gguf"]
+
+
+def test_fits_that_do_not_exist(tmp_path: Path, tiny_gguf: Path, run: Run) -> None:
+    for wrong in ("some", "-1", "nan"):
+        assert run("prepare", tiny_gguf, tmp_path / "out", "--fit", wrong).code == 2
