@@ -20,6 +20,7 @@ __all__ = [
     "CacheConfig",
     "Config",
     "HealthConfig",
+    "KvConfig",
     "LifeConfig",
     "LogConfig",
     "MemoryConfig",

@@ -265,7 +265,11 @@ class Tier:
             self.core.session_tables[index, len(request.stores)] = place.table
             row["tables"] += 1
         grace.begin_session(self.core, index, page.address + geometry.stamps_offset)
-        return self._describe(index, request, stamps_count, staging)
+        try:
+            return self._describe(index, request, stamps_count, staging)
+        except BaseException:
+            self.close_session(index)
+            raise
 
     def _free_place(self) -> KvPlace:
         """A KV place that nobody holds.
@@ -300,16 +304,17 @@ class Tier:
             memory = place.memory
             infos += [SegmentInfo(slot, m.size) for slot, m in zip(place.first_slots(), memory, strict=True)]
         directory = [place.directory] if place is not None and place.directory is not None else []
-        descriptors = [
-            self.daemon_page.read_only_descriptor(),
-            row.view.read_only_descriptor(),
-            os.dup(row.page.descriptor),
-            os.dup(self.doorbell),
-            *(self.directories[at].read_only_descriptor() for at in request.stores),
-            *(d.read_only_descriptor() for d in directory),
-            *(s.segment.read_only_descriptor() for s in mine),
-            *(m.read_only_descriptor() for m in memory),
-        ]
+        directories = [self.directories[at] for at in request.stores] + directory
+        shared = [*directories, *(s.segment for s in mine), *memory]
+        descriptors: list[int] = []
+        try:
+            descriptors += [self.daemon_page.read_only_descriptor(), row.view.read_only_descriptor()]
+            descriptors += [os.dup(row.page.descriptor), os.dup(self.doorbell)]
+            descriptors.extend(segment.read_only_descriptor() for segment in shared)
+        except OSError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
         return OpenSession(index, row.session_id, tables, infos, request.ring_log2, stamps_count, staging, descriptors)
 
     def close_session(self, index: int) -> None:

@@ -1,5 +1,6 @@
 """Memory of the tier: exact budgets, stores apart, sessions that see what is theirs, nothing left behind."""
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -161,3 +162,19 @@ def test_tier_without_memory_leaves_nothing_open(tmp_path: Path, monkeypatch: py
         Tier([store], PAGE, 8, 2.0)
     assert open_descriptors() == before
     store.close()
+
+
+def test_a_session_that_cannot_be_described_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = Tier([open_served(make_store(tmp_path / "s", [(8, 256)]), direct_io="off")], PAGE, 4, 2.0)
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    def refuse(_descriptor: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(module.os, "dup", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        tier.open_session(request())
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not tier.rows
+    assert not tier.core.sessions["active"].any()
+    tier.close()
