@@ -23,7 +23,17 @@ __all__ = ["COMMANDS", "build_app", "main"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-COMMANDS: tuple[str, ...] = ("demo", "prepare", "eval", "generate", "bench", "install_service", "status", "doctor")
+COMMANDS: tuple[str, ...] = (
+    "demo",
+    "prepare",
+    "eval",
+    "generate",
+    "bench",
+    "install_service",
+    "status",
+    "doctor",
+    "store",
+)
 """Modules of ``strataflux.client.cli`` that hold commands, in the order ``--help`` lists them."""
 
 

@@ -3,15 +3,19 @@
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
-from google.protobuf.message import Message
 from rich.table import Table
 
 from strataflux.client.cli.options import JsonOption, RuntimeDirOption
 from strataflux.client.cli.output import Output
-from strataflux.client.control import Control
 from strataflux.proto.runtime import runtime_folder
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from strataflux.client.control import Control
 
 __all__ = ["register", "sessions", "status", "stores"]
 
@@ -19,7 +23,7 @@ __all__ = ["register", "sessions", "status", "stores"]
 def status(runtime_dir: RuntimeDirOption = None, as_json: JsonOption = False) -> None:
     """State, caches and rates of a daemon."""
     output = Output(as_json)
-    with Control(_folder(runtime_dir)) as control:
+    with _control(runtime_dir) as control:
         info, stats = control.info(), control.stats()
     output.print(
         f"stratafluxd {info.version}, process {info.pid}: {info.state}, up {info.uptime_seconds:.0f} s, "
@@ -42,7 +46,7 @@ def status(runtime_dir: RuntimeDirOption = None, as_json: JsonOption = False) ->
 def stores(runtime_dir: RuntimeDirOption = None, as_json: JsonOption = False) -> None:
     """The stores a daemon serves."""
     output = Output(as_json)
-    with Control(_folder(runtime_dir)) as control:
+    with _control(runtime_dir) as control:
         found = control.stores()
     table = Table(box=None, pad_edge=False)
     for heading in ("digest", "generation", "records", "MB", "resident", "quarantined", "sessions", "share", "path"):
@@ -66,7 +70,7 @@ def stores(runtime_dir: RuntimeDirOption = None, as_json: JsonOption = False) ->
 def sessions(runtime_dir: RuntimeDirOption = None, as_json: JsonOption = False) -> None:
     """The sessions a daemon has."""
     output = Output(as_json)
-    with Control(_folder(runtime_dir)) as control:
+    with _control(runtime_dir) as control:
         found = control.sessions()
     table = Table(box=None, pad_edge=False)
     for heading in ("session", "client", "uid", "pid", "steps", "look-ups", "hit rate", "dropped", "fenced"):
@@ -88,8 +92,10 @@ def sessions(runtime_dir: RuntimeDirOption = None, as_json: JsonOption = False) 
     output.result({"sessions": [_plain(session) for session in found]})
 
 
-def _folder(runtime_dir: Path | None) -> Path:
-    return runtime_folder(runtime_dir, os.environ)
+def _control(runtime_dir: Path | None) -> "Control":
+    from strataflux.client.control import Control
+
+    return Control(runtime_folder(runtime_dir, os.environ))
 
 
 def _share(part: int, whole: int) -> str:
@@ -100,12 +106,14 @@ def _mean(microseconds: int, count: int) -> str:
     return f"{microseconds / count:,.0f} us each" if count else "no time"
 
 
-def _plain(message: Message) -> dict[str, object]:
+def _plain(message: "Message") -> dict[str, object]:
     """Every field by its name in control.proto, those at zero included."""
     return {field.name: _value(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 
 def _value(value: object) -> object:
+    from google.protobuf.message import Message
+
     if isinstance(value, Message):
         return _plain(value)
     if isinstance(value, Mapping):
