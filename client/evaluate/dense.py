@@ -4,22 +4,25 @@ When every record is resident, what a step adds depends on its input alone, so t
 too, a function of the text: ``y = Ŵ x + C z`` with z the selected channels of x. Sums run in another order than token
 by token; divergences agree to better than 1e-4.
 
+Neuron bundles refine the MLP as a whole: with h = silu(g) · u, and h' the same after adding the products of gate and up
+rows to g and u, ``y = Ŵ h + Σ_j d_j (h'_j - h_j) + c_j h_j`` over the neurons j with the largest |h|.
+
 Runs on the device its weights are on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear, rms_norm, silu
 
 from strataflux.client.evaluate.scoring import TOP_TOKENS, Reference, Score
-from strataflux.client.runtime.block import run_block
-from strataflux.client.runtime.models import DecoderWeights
+from strataflux.client.runtime.models import SETS, DecoderWeights
 from strataflux.client.runtime.rope import rotary_table
+from strataflux.client.runtime.shifted import run_shifted
 from strataflux.kernels.topk import largest_mask
 
 __all__ = ["DenseModel", "dense_logits", "dense_reference", "dense_score"]
@@ -39,6 +42,11 @@ class DenseModel:
     """Channels per 1,024 of each projection set; needed with ``refinement``."""
     choice: Literal["largest", "random"] = "largest"
     """Random selection shows what choosing by magnitude is worth."""
+    shift: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SETS, 0.0))
+    """Blocks of fetch lead or lag of each projection set."""
+    down_copies: Sequence[Tensor] = ()
+    """For each layer, the whole down matrix [hidden, intermediate] as bundles hold it. With them the MLP is refined by
+    neuron bundles, ``k["down"]`` neurons per 1,024, and ``k["gate_up"]`` is not used."""
 
 
 @torch.inference_mode()
@@ -49,22 +57,38 @@ def dense_logits(model: DenseModel, tokens: Sequence[int]) -> Tensor:
     cosine, sine = rotary_table(config, len(tokens))
     turns = cosine.to(device), sine.to(device)
     hidden = weights.embedding[torch.tensor(tokens, device=device)][None]
-    for index, layer in enumerate(weights.layers):
-        hidden = run_block(config, layer, hidden, turns, _projector(model, index))
+    hidden = run_shifted(config, weights.layers, hidden, turns, model.shift, _Products(model))
     return linear(rms_norm(hidden[0], (config.hidden,), weights.norm, config.norm_epsilon), weights.head)
 
 
-def _projector(model: DenseModel, index: int) -> Callable[[str, Tensor], Tensor]:
-    matrices, budgets = model.weights.layers[index].projections, model.k or {}
+class _Products:
+    """The products of one pass over a model."""
 
-    def project(name: str, x: Tensor) -> Tensor:
-        y = linear(x, matrices[name])
-        if model.refinement and budgets[name]:
-            ranks = x if model.choice == "largest" else torch.rand_like(x)
-            y += linear(x * largest_mask(ranks, budgets[name]), model.refinement[index][name])
+    def __init__(self, model: DenseModel) -> None:
+        self._model = model
+        self._mlp = torch.empty(0), torch.empty(0)
+
+    def base(self, layer: int, name: str, x: Tensor) -> Tensor:
+        y = linear(x, self._model.weights.layers[layer].projections[name])
+        if name == "gate_up":
+            self._mlp = x, y
         return y
 
-    return project
+    def refined(self, layer: int, name: str, x: Tensor, ranks: Tensor) -> Tensor | None:
+        model, bundled = self._model, bool(self._model.down_copies)
+        if not model.refinement or model.k is None or not model.k[name] or (bundled and name == "gate_up"):
+            return None
+        chosen = largest_mask(ranks if model.choice == "largest" else torch.rand_like(x), model.k[name])
+        added = linear(x * chosen, model.refinement[layer][name])
+        if bundled and name == "down":
+            added = added + linear((self._neurons(layer) - x) * chosen, model.down_copies[layer])
+        return added
+
+    def _neurons(self, layer: int) -> Tensor:
+        """What every neuron's activation would be with its gate and up rows refined."""
+        x, y = self._mlp
+        gate, up = (y + linear(x, self._model.refinement[layer]["gate_up"])).chunk(2, -1)
+        return silu(gate) * up
 
 
 def dense_reference(weights: DecoderWeights, tokens: Sequence[int]) -> Reference:

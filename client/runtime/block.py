@@ -12,7 +12,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from strataflux.client.runtime.models import LayerWeights, ModelConfig
 from strataflux.client.runtime.rope import rotate
 
-__all__ = ["Attend", "Project", "attend_causally", "run_block"]
+__all__ = ["Attend", "Project", "attend_causally", "mix_heads", "run_block"]
 
 Project = Callable[[str, Tensor], Tensor]
 """Outputs [..., outputs] of the projection set with this name for its input [..., inputs]."""
@@ -48,13 +48,13 @@ def run_block(
     """
     shape, epsilon = (config.hidden,), config.norm_epsilon
     x = rms_norm(hidden, shape, layer.attention_norm, epsilon)
-    hidden = hidden + project("o", _mix(config, project("qkv", x), turns, attend))
+    hidden = hidden + project("o", mix_heads(config, project("qkv", x), turns, attend))
     x = rms_norm(hidden, shape, layer.mlp_norm, epsilon)
     gate, up = project("gate_up", x).chunk(2, -1)
     return hidden + project("down", silu(gate) * up)
 
 
-def _mix(config: ModelConfig, qkv: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+def mix_heads(config: ModelConfig, qkv: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
     """The heads' mixed values [sequences, n, heads · head_dim] of queries, keys and values [sequences, n, rows]."""
     heads = qkv.view(*qkv.shape[:-1], -1, config.head_dim)
     turned = rotate(heads[..., : -config.kv_heads, :], turns[0][:, None], turns[1][:, None]).transpose(1, 2)

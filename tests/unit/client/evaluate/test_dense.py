@@ -8,7 +8,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from strataflux.client.evaluate.dense import DenseModel, _divergences, dense_logits, dense_reference, dense_score
+from strataflux.client.evaluate.dense import (
+    DenseModel,
+    _divergences,
+    _Products,
+    dense_logits,
+    dense_reference,
+    dense_score,
+)
 from strataflux.client.evaluate.scoring import divergences, score, score_reference
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.prepare.refinement import read_refinement
@@ -87,3 +94,30 @@ def test_the_divergence_over_the_top_tokens_is_that_of_single_rows() -> None:
 def test_unrefined_logits_are_those_of_the_forward_pass(tiny_source: Any) -> None:
     weights = DecoderWeights.read(tiny_source)
     torch.testing.assert_close(dense_logits(DenseModel(weights), TOKENS), forward_text(weights, TOKENS))
+
+
+def test_bundles_are_their_definition_neuron_by_neuron(prepared: PreparedModel, tiny_source: Any) -> None:
+    config, random = tiny_source.config, torch.Generator().manual_seed(2)
+    low, values = DecoderWeights.read(prepared), list(read_refinement(prepared))
+    copies = [layer.projections["down"] for layer in DecoderWeights.read(tiny_source).layers]
+    products = _Products(DenseModel(low, values, dict.fromkeys(SETS, 100), down_copies=copies))
+    x = torch.randn(config.hidden, generator=random)
+    gate, up = products.base(1, "gate_up", x).chunk(2)
+    assert products.refined(1, "gate_up", x, x) is None
+    h = torch.nn.functional.silu(gate) * up
+    found = products.refined(1, "down", h, h)
+    expected, rows = torch.zeros(config.hidden), values[1]["gate_up"]
+    for j in select_reference(h, 100)[0].tolist():
+        refined = torch.nn.functional.silu(gate[j] + rows[j] @ x) * (up[j] + rows[config.intermediate + j] @ x)
+        expected += copies[1][:, j] * (refined - h[j]) + values[1]["down"][:, j] * h[j]
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_all_neurons_bundled_restore_the_mlp(prepared: PreparedModel, tiny_source: Any) -> None:
+    exact = DecoderWeights.read(tiny_source)
+    low, values = DecoderWeights.read(prepared), list(read_refinement(prepared))
+    copies = [layer.projections["down"] for layer in exact.layers]
+    reference, every = dense_reference(exact, TOKENS), dict.fromkeys(SETS, 1024)
+    base = dense_score(DenseModel(low), reference).kl
+    assert dense_score(DenseModel(low, values, every, down_copies=copies), reference).kl < 0.02 * base
