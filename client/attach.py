@@ -21,7 +21,7 @@ from strataflux.client.attach_block import Mapped
 from strataflux.client.errors import DaemonUnavailableError, MisuseError, RefusedError
 from strataflux.proto import layout, messages
 from strataflux.proto.errors import MessageError
-from strataflux.proto.messages import SegmentInfo, StoreRef, TableInfo, Welcome
+from strataflux.proto.messages import KvGeometry, SegmentInfo, StoreRef, TableInfo, Welcome
 from strataflux.proto.segment import Segment, map_descriptor
 from strataflux.proto.store_format import StoreManifest
 
@@ -49,13 +49,24 @@ class AttachRequest:
     selections_per_step: int
     largest_set_bytes: int
     client: str
+    kv: KvGeometry | None = None
 
     def hello(self) -> messages.Hello:
         """The first message."""
         refs = [s if isinstance(s, StoreRef) else StoreRef(s.identity_digest, s.identity) for s in self.stores]
         return messages.Hello(
-            layout.LAYOUT_VERSION, self.client, refs, self.selections_per_step, self.largest_set_bytes
+            layout.LAYOUT_VERSION, self.client, refs, self.selections_per_step, self.largest_set_bytes, self.kv
         )
+
+    @property
+    def kv_records(self) -> int:
+        """Records of the KV table; 0 without KV."""
+        return 0 if self.kv is None else self.kv.max_blocks * self.kv.groups_per_block
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of a KV block's records; 0 without KV."""
+        return 0 if self.kv is None else self.kv.groups_per_block * self.kv.record_bytes
 
 
 class Attachment:
@@ -279,10 +290,17 @@ def _check_welcome(welcome: Welcome, descriptors: int, request: AttachRequest) -
     expected_descriptors = _FIRST_TABLE + len(welcome.tables) + len(welcome.segments)
     if descriptors != expected_descriptors or len(welcome.segments) > layout.MAX_SEGMENTS:
         raise _bad("welcome", f"{descriptors} descriptors", str(expected_descriptors))
-    if len(welcome.tables) != len(request.stores):
-        raise _bad("welcome.tables", str(len(welcome.tables)), str(len(request.stores)))
-    for number, (table, store) in enumerate(zip(welcome.tables, request.stores, strict=True)):
+    if welcome.staging_block_bytes != request.kv_block_bytes:
+        raise _bad("welcome.staging_block_bytes", str(welcome.staging_block_bytes), str(request.kv_block_bytes))
+    count = len(request.stores)
+    if len(welcome.tables) != count + (request.kv is not None):
+        raise _bad("welcome.tables", str(len(welcome.tables)), str(count + (request.kv is not None)))
+    for number, (table, store) in enumerate(zip(welcome.tables[:count], request.stores, strict=True)):
         _check_table(number, table, store)
+    if request.kv is not None:
+        last, records = welcome.tables[count], request.kv_records
+        if (last.number, last.kind, last.store, last.records) != (count, request.kv.kind, "", records):
+            raise _bad("KV table", str(last), f"number {count}, {request.kv.kind}, {records} records")
     _check_apart(welcome.segments)
 
 

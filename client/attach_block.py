@@ -15,6 +15,8 @@ change tables and bases.
     N_TABLES, LAST_CHUNK       tables in use; index of the base that stands for everything beyond the last segment
     SINK               written, never read: where stores go that mean nothing
     COUNTERS …         the session page's counters in their order there
+    PUT_TAIL, PUT_LIMIT, PUTS_REFUSED    the private state of the put ring's producer
+    PUT_RING, STAGING, STAGING_STRIDE    address of its cells; of the first staging block; from one to the next
     TABLES …           four cells a table: directory address, records, cell of its look-up counter, 0
     BASES …            one a chunk of 16 MiB of the cache's address range: address | pages mapped; 0 = nothing mapped
 
@@ -33,6 +35,7 @@ from strataflux.proto.atomics import (
     fence,
     fence_acquire,
     load_acquire_u32,
+    load_acquire_u64,
     load_u32,
     store_release_u32,
     store_u32,
@@ -57,11 +60,17 @@ __all__ = [
     "PAGE",
     "PAGES_MASK",
     "PAGE_UNITS_LOG2",
+    "PUTS_DROPPED",
+    "PUT_LIMIT",
+    "PUT_RING",
+    "PUT_TAIL",
     "RING",
     "RING_DROPPED",
     "RING_LOG2",
     "RUBBISH",
     "SINK",
+    "STAGING",
+    "STAGING_STRIDE",
     "STAMPS",
     "STEP",
     "STEPS_INVALID",
@@ -75,6 +84,7 @@ __all__ = [
     "WEIGHT_LOOKUPS",
     "Block",
     "Mapped",
+    "announce_put",
     "announce_wait",
     "begin_step",
     "end_step",
@@ -83,6 +93,8 @@ __all__ = [
     "fills_count",
     "is_fenced",
     "make_block",
+    "put_result",
+    "puts_done",
     "set_bases",
     "set_table",
 ]
@@ -106,6 +118,11 @@ N_TABLES: Final = 13
 LAST_CHUNK: Final = 14
 SINK: Final = 15
 COUNTERS: Final = 16
+PUT_TAIL: Final = 26
+PUT_LIMIT: Final = 27
+PUT_RING: Final = 29
+STAGING: Final = 30
+STAGING_STRIDE: Final = 31
 TABLES: Final = 32
 TABLE_CELLS: Final = 4
 BASES: Final = TABLES + TABLE_CELLS * layout.MAX_TABLES
@@ -124,6 +141,7 @@ WAITS: Final = COUNTERS + layout.COUNTERS.index("waits")
 WAIT_NANOSECONDS: Final = COUNTERS + layout.COUNTERS.index("wait_nanoseconds")
 DEADLINES_EXCEEDED: Final = COUNTERS + layout.COUNTERS.index("deadlines_exceeded")
 STEPS_INVALID: Final = COUNTERS + layout.COUNTERS.index("steps_invalid")
+PUTS_DROPPED: Final = COUNTERS + layout.COUNTERS.index("puts_dropped")
 
 _N_COUNTERS: Final = len(layout.COUNTERS)
 _COUNTERS_AT: Final = layout.offset_of(layout.SESSION_PAGE, layout.COUNTERS[0])
@@ -136,10 +154,14 @@ _BEGUN_AT: Final = layout.offset_of(layout.SESSION_PAGE, "step_begun")
 _ENDED_AT: Final = layout.offset_of(layout.SESSION_PAGE, "step_ended")
 _TAIL_AT: Final = layout.offset_of(layout.SESSION_PAGE, "ring_tail")
 _AWAITING_AT: Final = layout.offset_of(layout.SESSION_PAGE, "awaiting")
+_PUT_TAIL_AT: Final = layout.offset_of(layout.SESSION_PAGE, "put_tail")
+_PUTS_DONE_AT: Final = layout.offset_of(layout.SESSION_VIEW, "puts_done")
+_RESULTS_AT: Final = layout.offset_of(layout.SESSION_VIEW, "put_results")
+_PUT_LOG2 = np.uint64((2 * layout.STAGING_BLOCKS).bit_length() - 1)
 
 _STEP_MASK = np.uint64(0xFFFFFFFF)
 
-assert COUNTERS + _N_COUNTERS <= TABLES
+assert COUNTERS + _N_COUNTERS <= PUT_TAIL < STAGING_STRIDE < TABLES
 assert CHUNK_PAGES < PAGES_MASK
 
 
@@ -163,6 +185,9 @@ def make_block(pages: tuple[int, int, int], ring_log2: int, geometry: layout.Ses
     block[RING_LOG2] = ring_log2
     block[STAMPS] = pages[2] + geometry.stamps_offset
     block[LAST_CHUNK] = chunks
+    block[PUT_RING] = pages[2] + geometry.put_ring_offset
+    block[STAGING] = pages[2] + geometry.staging_offset
+    block[STAGING_STRIDE] = geometry.staging_bytes
     return block
 
 
@@ -251,3 +276,33 @@ def fills_count(block: Block) -> int:
 def fills_address(block: Block) -> int:
     """Address of the futex word of :func:`fills_count`."""
     return int(block[VIEW]) + _FILLS_AT
+
+
+@compiled
+def announce_put(block: Block, staging: int, kv_block: int) -> bool:
+    """Announce that a staging block holds a KV block, in a step or between two; True if the doorbell must be rung.
+
+    The caller has at most as many puts under way as there are staging blocks, so the ring is never full.
+    """
+    ring.begin_produce(block[PUT_TAIL : PUT_TAIL + 3], block[VIEW] + np.uint64(_PUTS_DONE_AT), _PUT_LOG2)
+    payload = ring.put_payload(np.uint64(staging), np.uint64(kv_block))
+    ring.produce(block[PUT_TAIL : PUT_TAIL + 3], block[PUT_RING], _PUT_LOG2, payload)
+    # SYNC: put-tail (publish). Release: the entry is visible before the tail that vouches for it.
+    ring.end_produce(block[PUT_TAIL : PUT_TAIL + 3], block[PAGE] + np.uint64(_PUT_TAIL_AT))
+    # SYNC: sleeping (read). Full fence: the daemon sees the entry before it sleeps, or its sleep is seen here.
+    fence()
+    return bool(load_u32(block[DAEMON_PAGE] + np.uint64(_SLEEPING_AT)) != np.uint32(0))
+
+
+@compiled
+def puts_done(block: Block) -> int:
+    """How many puts of this attachment the daemon has settled, in the order of their announcement."""
+    # SYNC: puts-done (read). Acquire: results are read after the count that says they are there.
+    done = load_acquire_u64(block[VIEW] + np.uint64(_PUTS_DONE_AT))
+    return np.int64(min(done, block[PUT_TAIL]))  # type: ignore[return-value]
+
+
+@compiled
+def put_result(block: Block, staging: int) -> int:
+    """What became of the newest settled put from a staging block: a PUT_ code of the layout."""
+    return np.int64(load_u32(block[VIEW] + np.uint64(_RESULTS_AT + 4 * staging)))  # type: ignore[return-value]

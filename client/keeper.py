@@ -53,6 +53,9 @@ class Owner(Protocol):
     def between_steps(self, change: Callable[[], None]) -> None:
         """Run ``change``, which may not raise, now if no step is open, else at its end."""
 
+    def answered(self, message: messages.Message) -> bool:
+        """Take an answer to a question about KV blocks; False if nobody asked."""
+
 
 class Keeper:
     """Pairs: :meth:`start` / :meth:`stop`."""
@@ -141,7 +144,7 @@ class Keeper:
         elif isinstance(message, messages.Draining):
             attachment.filling = False
             self._tell(Event("draining"))
-        else:
+        elif not self._owner.answered(message):
             _LOG.warning("a message of type %s was not expected and is ignored", message.type)
 
     def _add(self, attachment: Attachment, message: messages.SegmentsAdded, descriptors: list[int]) -> None:

@@ -33,9 +33,11 @@ from strataflux.client import attach_block, directory, futex
 from strataflux.client.attach import Attachment, AttachRequest, attach
 from strataflux.client.errors import MisuseError
 from strataflux.client.keeper import Event, Keeper
+from strataflux.client.kv_puts import KvPuts
 from strataflux.client.session_stats import SessionStats, counts_of, make_stats
+from strataflux.client.warm_up import compile_path
 from strataflux.proto import layout
-from strataflux.proto.messages import StoreRef
+from strataflux.proto.messages import KvGeometry, Message, StoreRef
 from strataflux.proto.runtime import ATTACH_SOCKET, runtime_folder
 from strataflux.proto.store_format import StoreManifest
 
@@ -93,7 +95,7 @@ class Session:
         pause: Callable[[float], object] | None,
     ) -> None:
         """Use :meth:`attach`."""
-        _compile()
+        compile_path()
         # fixed after construction
         self._deadline_seconds = miss.deadline_seconds if isinstance(miss, Wait) else 0.0
         # guarded by _lock
@@ -107,6 +109,8 @@ class Session:
         # the stepping thread
         self._block = self._attachment.block
         self._valid = True
+        self.kv = KvPuts.of(request, self._lock, lambda: self._attachment)
+        """Block ids and puts; None without KV."""
         self._keeper = Keeper(request, self._attachment, self, on_event, pause)
         self._keeper.start()
         _SESSIONS.add(self)
@@ -123,6 +127,7 @@ class Session:
         on_event: Callable[[Event], None] | None = None,
         pause: Callable[[float], object] | None = None,
         client: str = "strataflux",
+        kv: KvGeometry | None = None,
     ) -> "Session":
         """Attach to the daemon.
 
@@ -136,6 +141,7 @@ class Session:
             on_event: told about what happens to the session, from another thread; what it raises is logged.
             pause: waits so many seconds between attempts to attach again (tests).
             client: name in the daemon's listings.
+            kv: KV blocks, whose records become the table after the stores; None for none.
 
         Raises:
             DaemonUnavailableError: nobody answers, or whoever does is not trusted.
@@ -143,7 +149,7 @@ class Session:
             ContractError: it sent what this layout version does not allow.
         """
         path = runtime_folder(runtime_dir, os.environ) / ATTACH_SOCKET
-        request = AttachRequest(path, tuple(stores), selections_per_step, largest_set_bytes, client)
+        request = AttachRequest(path, tuple(stores), selections_per_step, largest_set_bytes, client, kv)
         return cls(request, miss, on_event, pause)
 
     def step(self) -> Step:
@@ -328,6 +334,12 @@ class Session:
         """Nothing is filled any more (:class:`~strataflux.client.keeper.Keeper` calls this)."""
         with self._lock:
             self._state = REATTACHING
+        if self.kv is not None:
+            self.kv.lost()
+
+    def answered(self, message: Message) -> bool:
+        """Take an answer to a question about KV blocks (the keeper calls this)."""
+        return self.kv is not None and self.kv.answered(message)
 
     def replace(self, attachment: Attachment) -> None:
         """Go on with ``attachment``, from the next step on (the keeper calls this)."""
@@ -346,6 +358,8 @@ class Session:
         self._totals += counts_of(old.block)
         self._state = REATTACHING if attachment.ended else ATTACHED  # it may be over before this step was
         old.close()
+        if self.kv is not None:
+            self.kv.replaced()
 
     def _forget_in_child(self) -> None:
         """After fork: the maps do not exist here (MADV_DONTFORK), the connection is the parent's."""
@@ -366,21 +380,3 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def _compile() -> None:
-    """Compile the whole path on private memory, so that neither a step nor a session waits for it."""
-    geometry = layout.session_geometry(layout.RING_LOG2_MIN, 0, 0)
-    memory = np.zeros(2 * layout.PAGE_HEADER_BYTES + geometry.total_bytes + 8, np.uint8)
-    base = layout.round_up(memory.ctypes.data, 8)
-    pages = (base, base + layout.PAGE_HEADER_BYTES, base + 2 * layout.PAGE_HEADER_BYTES)
-    block = attach_block.make_block(pages, layout.RING_LOG2_MIN, geometry)
-    nothing = np.empty(0, np.int64)
-    attach_block.begin_step(block)
-    directory.look_up(block, 0, nothing, np.empty(0, np.uint8), np.empty(0, np.uint64), False)
-    directory.absent_count(block, 0, nothing)
-    attach_block.end_step(block)
-    attach_block.announce_wait(block, 1)
-    attach_block.fills_count(block)
-    attach_block.end_wait(block)
-    attach_block.is_fenced(block)

@@ -21,7 +21,8 @@ class SessionStats:
     """Counts since the session was made, over all its attachments; state and daemon as of now.
 
     ``hits`` are records present when asked for; ``dropped`` are requests lost to a full ring or made after a fence;
-    ``rubbish`` are directory entries that named no mapped slot.
+    ``rubbish`` are directory entries that named no mapped slot. ``lookups`` and ``hits`` are of weights and KV
+    together; ``kv_lookups`` and ``kv_hits`` of KV alone. ``puts_dropped`` are KV blocks that stay unrefined.
     """
 
     lookups: int
@@ -32,6 +33,9 @@ class SessionStats:
     wait_nanoseconds: int
     deadlines_exceeded: int
     steps_invalid: int
+    kv_lookups: int
+    kv_hits: int
+    puts_dropped: int
     state: str
     generation: int
     engine: str
@@ -57,6 +61,9 @@ def make_stats(counts: NDArray[np.uint64], state: str, welcome: Welcome) -> Sess
         wait_nanoseconds=by_name["wait_nanoseconds"],
         deadlines_exceeded=by_name["deadlines_exceeded"],
         steps_invalid=by_name["steps_invalid"],
+        kv_lookups=by_name["kv_lookups"],
+        kv_hits=by_name["kv_hits"],
+        puts_dropped=by_name["puts_dropped"],
         state=state,
         generation=welcome.generation,
         engine=welcome.engine,

@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -26,6 +27,7 @@ from strataflux.proto.ring import Ring
 from strataflux.proto.runtime import ATTACH_SOCKET
 from strataflux.proto.segment import Segment, create
 from strataflux.proto.store_format import StoreManifest
+from tests.fakes.kv import FakeKv
 from tests.fakes.session import FakeSession, Request, bump_and_look, load_word, publish_word, record_bytes, store_word
 
 T = TypeVar("T")
@@ -66,12 +68,14 @@ class FakeDaemon:
         self._doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # the fake's thread only; tests may set the script's switches before they act
-        self.fill_on_request = False
+        self.fill_on_request = self.hold_puts = False
+        self.put_result = layout.PUT_ACCEPTED
+        self.cache_puts = True  # records are resident as soon as their block is put
         self.drop_requests = False
         self.die_when_awaited = False
         self.refuse_next: Refuse | None = None
+        # changes a welcome, or the descriptors beside it, before they are sent
         self.tamper: Callable[[messages.Welcome, list[int]], messages.Message] = lambda welcome, _: welcome
-        """Changes a welcome, or the descriptors beside it, before they are sent."""
         self.sessions: list[FakeSession] = []
         self.doorbells = 0
         self._segments: dict[int, Segment] = {}
@@ -104,6 +108,10 @@ class FakeDaemon:
     def write_entry(self, table: int, oid: int, value: int) -> None:
         """Store any value into a directory entry."""
         self.call(lambda: publish_word(self._directories[table].address + 4 * oid, value))
+
+    def take_puts(self) -> int:
+        """Settle all announced puts now; how many."""
+        return self.call(self._take_puts)
 
     def take_requests(self) -> list[Request]:
         """What clients asked for since the last call."""
@@ -192,13 +200,16 @@ class FakeDaemon:
                 self._read(session)
             if self.fill_on_request:
                 self._drain()
+            if not self.hold_puts:
+                self._take_puts()
             if self.die_when_awaited and any(load_word(s.page_at("awaiting")) for s in self.sessions):
                 self._stop()
             self._obey()
 
     def _timeout(self) -> float | None:
         busy = any(s.inside() or load_word(s.page_at("awaiting")) for s in self.sessions)
-        return _POLL_SECONDS if busy and (self.fill_on_request or self.die_when_awaited) else None
+        putting = not self.hold_puts and any(s.kv for s in self.sessions)
+        return _POLL_SECONDS if putting or (busy and (self.fill_on_request or self.die_when_awaited)) else None
 
     def _obey(self) -> None:
         while not self._commands.empty():
@@ -238,7 +249,8 @@ class FakeDaemon:
 
     def _open(self, connection: socket.socket, hello: messages.Hello) -> None:
         self._numbers += 1
-        geometry = layout.session_geometry(self.ring_log2, self._stamps_count, 0)
+        kv = None if hello.kv is None else FakeKv.make(hello.kv)
+        geometry = layout.session_geometry(self.ring_log2, self._stamps_count, kv.block_bytes if kv else 0)
         view = create("fake-view", layout.PAGE_HEADER_BYTES, reserve=False)
         page = create("fake-session", geometry.total_bytes, reserve=False)
         self._write_header(view, layout.SESSION_VIEW, layout.VIEW_MAGIC, self._numbers)
@@ -246,7 +258,7 @@ class FakeDaemon:
         tail = page.address + layout.offset_of(layout.SESSION_PAGE, "ring_tail")
         head = view.address + layout.offset_of(layout.SESSION_VIEW, "ring_head")
         consumer = Ring(page.address + geometry.ring_offset, self.ring_log2, tail, head).consumer()
-        session = FakeSession(self._numbers, connection, hello, view, page, geometry, consumer)
+        session = FakeSession(self._numbers, connection, hello, view, page, geometry, consumer, kv)
         self.sessions.append(session)
         self._selector.register(connection.fileno(), selectors.EVENT_READ)
         self._welcome(session)
@@ -257,9 +269,13 @@ class FakeDaemon:
             TableInfo(n, "weight", m.identity_digest, m.generation, m.record_count)
             for n, m in enumerate(self.manifests[i] for i in at)
         ]
+        kv_directories = []
+        if session.kv is not None:
+            tables.append(TableInfo(len(tables), session.kv.geometry.kind, "", 0, session.kv.records))
+            kv_directories.append(session.kv.directory)
         segments = [SegmentInfo(first, segment.size) for first, segment in self._segments.items()]
         shared = [self._page, session.view]
-        rest = [*(self._directories[i] for i in at), *self._segments.values()]
+        rest = [*(self._directories[i] for i in at), *kv_directories, *self._segments.values()]
         welcome = messages.Welcome(
             self.layout_version,
             session.number,
@@ -268,7 +284,7 @@ class FakeDaemon:
             segments,
             self.ring_log2,
             self._stamps_count,
-            0,
+            session.kv.block_bytes if session.kv else 0,
             "fake",
             "buffered",
         )
@@ -284,6 +300,8 @@ class FakeDaemon:
             received = messages.receive(session.connection)
             if received is not None:
                 session.received.append(received[0])
+                if session.kv and isinstance(received[0], messages.KvReserve | messages.KvRelease):
+                    messages.send(session.connection, session.kv.answer(received[0]))
                 return
         self._close(session)
 
@@ -292,6 +310,8 @@ class FakeDaemon:
         session.connection.close()
         session.view.close()
         session.page.close()
+        if session.kv is not None:
+            session.kv.directory.close()
         self.sessions.remove(session)
 
     def _close_sessions(self) -> None:
@@ -326,11 +346,29 @@ class FakeDaemon:
                 if self.drop_requests:
                     continue
                 self._requests.append(request)
-                if self.fill_on_request:
+                if not self.fill_on_request:
+                    continue
+                if session.kv is None or request.table < len(session.hello.stores):
                     self._fill(request.table, request.oid)
+                elif session.kv.has(request.oid):
+                    self._place_kv(session.kv, request.oid)
+
+    def _take_puts(self) -> int:
+        taken = 0
+        for session in self.sessions:
+            kv = session.kv
+            place = partial(self._place_kv, kv) if kv and self.cache_puts else lambda _: None
+            while kv and kv.take_put(session.page, session.view, session.geometry, self.put_result, place):
+                taken += 1
+        return taken
+
+    def _place_kv(self, kv: FakeKv, oid: int) -> None:
+        self._place(kv.directory, oid, kv.record(oid))
 
     def _fill(self, table: int, oid: int) -> int:
-        record = record_bytes(self.manifests[table], oid)
+        return self._place(self._directories[table], oid, record_bytes(self.manifests[table], oid))
+
+    def _place(self, directory: Segment, oid: int, record: bytes) -> int:
         units = layout.slot_bytes(len(record)) // layout.SLOT_UNIT_BYTES
         if self._next_unit % layout.UNITS_PER_PAGE + units > layout.UNITS_PER_PAGE:
             self._next_unit = layout.round_up(self._next_unit, layout.UNITS_PER_PAGE)
@@ -338,7 +376,7 @@ class FakeDaemon:
         first = max(f for f in self._segments if f <= slot)
         target = self._segments[first].address + (slot - first) * layout.SLOT_UNIT_BYTES
         ctypes.memmove(target, record, len(record))
-        publish_word(self._directories[table].address + 4 * oid, slot + 1)
+        publish_word(directory.address + 4 * oid, slot + 1)
         for session in self.sessions:
             fills = session.view_at("fills")
             if bump_and_look(fills, session.page_at("awaiting")):

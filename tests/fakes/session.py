@@ -11,6 +11,7 @@ from strataflux.proto.compiled import compiled
 from strataflux.proto.ring import Consumer
 from strataflux.proto.segment import Segment
 from strataflux.proto.store_format import StoreManifest
+from tests.fakes.kv import FakeKv
 
 
 @compiled
@@ -66,6 +67,7 @@ class FakeSession:
     page: Segment
     geometry: layout.SessionGeometry
     consumer: Consumer
+    kv: FakeKv | None = None
     received: list[messages.Message] = field(default_factory=list)
 
     def view_at(self, name: str) -> int:
