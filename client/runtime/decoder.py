@@ -1,19 +1,23 @@
 """One decode step of a Llama-architecture model: batch of one, float32, keys and values cached.
 
-Every projection goes through a :class:`Refiner`, which may add what quantization took away; the decoder
-knows nothing about where that comes from.
+Every projection goes through a :class:`Refiner`, which may add what quantization took away; attention belongs to a
+:class:`~strataflux.client.runtime.cache.KvCache`. The decoder knows nothing about where either has its precision from.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, rms_norm, silu
 
 from strataflux.client.errors import MisuseError
-from strataflux.client.runtime.models import SETS, DecoderWeights
+from strataflux.client.runtime.block import attend_causally, run_block
+from strataflux.client.runtime.cache import ExactCache, KvCache
+from strataflux.client.runtime.models import SETS, DecoderWeights, LayerWeights
 from strataflux.client.runtime.rope import rotary_table, rotate
 
 __all__ = ["ContextFull", "Decoder", "Refiner", "Unrefined"]
@@ -45,25 +49,60 @@ class ContextFull(MisuseError):
 class Decoder:
     """Decodes one sequence, token by token. Not safe for use from two threads."""
 
-    def __init__(self, weights: DecoderWeights, context: int, refiner: Refiner | None = None) -> None:
-        """Allocate the cache for ``context`` positions; ``refiner`` defaults to none."""
+    def __init__(
+        self, weights: DecoderWeights, context: int, refiner: Refiner | None = None, cache: KvCache | None = None
+    ) -> None:
+        """Decode into ``cache``, by default an exact one of ``context`` positions; ``refiner`` defaults to none."""
         config = weights.config
         # fixed after construction
         self.weights = weights
-        self.context = context
         self._refiner: Refiner = Unrefined() if refiner is None else refiner
-        self._cosine, self._sine = rotary_table(config, context)
         self._outputs = [torch.empty(config.set_shape(name)[0]) for name in SETS]
-        cache_shape = (config.layers, config.kv_heads, context, config.head_dim)
-        # changed by step and reset
-        self._keys, self._values = torch.empty(cache_shape), torch.empty(cache_shape)
-        self.position = 0
+        self.cache: KvCache = ExactCache(config, context) if cache is None else cache
+        self.context = self.cache.context
+        self._cosine, self._sine = rotary_table(config, self.context)
+
+    @property
+    def position(self) -> int:
+        """Tokens in the cache."""
+        return self.cache.length
 
     def reset(self, position: int = 0) -> None:
-        """Forget all tokens from ``position`` on; 0…``self.position``."""
-        if not 0 <= position <= self.position:
-            raise MisuseError("reset", f"position {position}", f"0 to {self.position}", "go back, not forward")
-        self.position = position
+        """Forget all tokens from ``position`` on.
+
+        Raises:
+            MisuseError: it is not within 0…``self.position``, or the cache cannot go back so far.
+        """
+        self.cache.truncate(position)
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Sequence[int]) -> Tensor:
+        """Take ``tokens``, all in one pass and unrefined, into an empty cache; logits [vocabulary] of the next one.
+
+        Attention is to uncompressed keys and values, whatever the cache makes of them.
+
+        Raises:
+            ContextFull: there are more than ``context``; nothing has changed.
+            MisuseError: there are none, or the cache is not empty.
+        """
+        if len(tokens) > self.context:
+            raise ContextFull("prompt", f"{len(tokens)} tokens", f"at most {self.context}", "raise --context")
+        if not tokens or self.position:
+            found = f"{len(tokens)} tokens at position {self.position}"
+            raise MisuseError("prefill", found, "at least one at position 0", "reset first")
+        weights, count = self.weights, len(tokens)
+        turns = self._cosine[:count], self._sine[:count]
+        hidden = weights.embedding[list(tokens)][None]
+        for index, layer in enumerate(weights.layers):
+            attend = partial(self._attend_and_fill, index)
+            hidden = run_block(weights.config, layer, hidden, turns, partial(_multiply, layer), attend)
+        self.cache.end_fill(count)
+        last = rms_norm(hidden[0, -1], (weights.config.hidden,), weights.norm, weights.config.norm_epsilon)
+        return torch.mv(weights.head, last)
+
+    def _attend_and_fill(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        self.cache.fill(layer, keys[0], values[0])
+        return attend_causally(queries, keys, values)
 
     @torch.inference_mode()
     def step(self, token: int) -> Tensor:
@@ -80,6 +119,7 @@ class Decoder:
         weights, epsilon = self.weights, self.weights.config.norm_epsilon
         shape = (weights.config.hidden,)
         hidden = weights.embedding[token].clone()
+        self.cache.begin_step()
         for index, layer in enumerate(weights.layers):
             x = rms_norm(hidden, shape, layer.attention_norm, epsilon)
             mixed = self._attend(index, self._project(index, 0, x))
@@ -87,7 +127,7 @@ class Decoder:
             x = rms_norm(hidden, shape, layer.mlp_norm, epsilon)
             gate, up = self._project(index, 2, x).chunk(2)
             hidden += self._project(index, 3, silu(gate) * up)
-        self.position += 1
+        self.cache.end_step()
         return torch.mv(weights.head, rms_norm(hidden, shape, weights.norm, epsilon))
 
     def _project(self, layer: int, set_index: int, x: Tensor) -> Tensor:
@@ -102,9 +142,8 @@ class Decoder:
         config, now = self.weights.config, self.position
         heads = qkv.view(-1, config.head_dim)
         turned = rotate(heads[: -config.kv_heads], self._cosine[now], self._sine[now])
-        self._keys[layer, :, now] = turned[config.heads :]
-        self._values[layer, :, now] = heads[-config.kv_heads :]
-        # Query heads that share a key head stand as rows of one small matrix; all see every cached position.
-        queries = turned[: config.heads].view(config.kv_heads, -1, config.head_dim)
-        keys, values = self._keys[layer, :, : now + 1], self._values[layer, :, : now + 1]
-        return scaled_dot_product_attention(queries, keys, values).reshape(-1)
+        return self.cache.attend(layer, turned[: config.heads], turned[config.heads :], heads[-config.kv_heads :])
+
+
+def _multiply(layer: LayerWeights, name: str, x: Tensor) -> Tensor:
+    return linear(x, layer.projections[name])

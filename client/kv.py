@@ -1,0 +1,351 @@
+"""The KV cache with refinement: one sequence in low bits, its strongest token groups refined at each step.
+
+The first 128 tokens and the newest 1 to 128 are float16; between them lie tiles in low bits, in blocks that forks
+share. A tile is encoded at the beginning of the step after it filled up, and its refinement handed over. Where that
+cannot be done at once it is tried again at each step until the next tile fills up; then the tile stays unrefined for
+good and is counted. No step waits for a write.
+
+Records are found by a :class:`~strataflux.client.weights.RecordSource`: what is absent is skipped or waited for by its
+policy. Object ids: ``block id · records a block + (layer · kv_heads + head) · groups a tile + group``.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from strataflux.client.errors import MisuseError
+from strataflux.client.kv_blocks import KvBlocks
+from strataflux.client.runtime.cache import check_truncation
+from strataflux.client.runtime.models import ModelConfig
+from strataflux.client.weights import RecordSource, SetStatistics, StepDemand
+from strataflux.kernels import kv_attention_cpu
+from strataflux.kernels.hadamard import turn
+from strataflux.kernels.kv_attention import KvLayer, Resident, encoded_tiles, select_groups, selected_groups
+from strataflux.kernels.kv_encode import EncodedTiles, KvFormat, encode_tiles
+from strataflux.kernels.kv_pack import TILE_TOKENS
+from strataflux.kernels.select import SCORE_THRESHOLDS
+from strataflux.proto.layout import slot_bytes
+from strataflux.proto.messages import KvGeometry
+
+__all__ = ["KvOptions", "RefinedKVCache", "blocks_for"]
+
+_LOG: Final = logging.getLogger(__name__)
+_PUT_SECONDS: Final = 10.0
+"""The most a prefill waits for staging memory, for each block."""
+_SMALL_RMS: Final = 0.55
+"""Below this KVarN's balancing is held at its floor."""
+
+
+@dataclass(frozen=True)
+class KvOptions:
+    """How keys and values are kept. Fraction 0 refines nothing."""
+
+    key_bits: int
+    value_bits: int
+    refine_key_bits: int = 4
+    refine_value_bits: int = 4
+    group_tokens: int = 4
+    fraction: Fraction = Fraction(1, 128)
+    prenormalize: bool = False
+
+    def form(self, head_dim: int) -> KvFormat:
+        """The format for heads of this size.
+
+        Raises:
+            MisuseError: it cannot be, naming what.
+        """
+        widths = (self.key_bits, self.value_bits, head_dim, self.refine_key_bits, self.refine_value_bits)
+        try:
+            return KvFormat(*widths, self.group_tokens, self.prenormalize)
+        except ValueError as error:
+            raise MisuseError(
+                "KV cache", str(error), "a format that exists", "change --kv, --refine-kv or --group"
+            ) from (error)
+
+    def geometry(self, config: ModelConfig, blocks: int) -> KvGeometry | None:
+        """What a session is told, for ``blocks`` blocks at once; None if nothing is refined."""
+        form = self.form(config.head_dim)
+        if form.record_bytes == 0 or not self.fraction or blocks == 0:
+            return None
+        groups = config.layers * config.kv_heads * form.groups_per_tile
+        return KvGeometry("kv_group", TILE_TOKENS, self.group_tokens, groups, form.record_bytes, blocks)
+
+    def demand(self, config: ModelConfig, context: int) -> StepDemand:
+        """What a sequence of ``context`` tokens asks of a session in its last step."""
+        form = self.form(config.head_dim)
+        if form.record_bytes == 0 or not self.fraction:
+            return StepDemand(0, 0)
+        groups = selected_groups(self.fraction, blocks_for(context) * form.groups_per_tile)
+        a_layer = config.kv_heads * groups
+        return StepDemand(config.layers * a_layer, a_layer * slot_bytes(form.record_bytes))
+
+
+def blocks_for(context: int) -> int:
+    """Blocks that a sequence of ``context`` tokens fills."""
+    return encoded_tiles(context)
+
+
+@dataclass
+class _Exact:
+    """Tokens in float16: [layers, kv_heads, 128, head_dim] each, rotated."""
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def empty(cls, config: ModelConfig) -> "_Exact":
+        shape = (config.layers, config.kv_heads, TILE_TOKENS, config.head_dim)
+        return cls(torch.zeros(shape, dtype=torch.float16), torch.zeros(shape, dtype=torch.float16))
+
+    def copy(self) -> "_Exact":
+        return _Exact(self.keys.clone(), self.values.clone())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.keys, self.values))
+
+
+class RefinedKVCache:
+    """One sequence; a :class:`~strataflux.client.runtime.cache.KvCache`.
+
+    Pairs: construction / :meth:`close`, :meth:`fork` / :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        blocks: KvBlocks,
+        context: int,
+        fraction: Fraction = Fraction(0),
+        source: RecordSource | None = None,
+        table: int = 0,
+        on_block: Callable[[], object] = lambda: None,
+    ) -> None:
+        """An empty sequence.
+
+        Args:
+            blocks: the pool; all blocks of ``context`` tokens are taken now, so that no step asks for one.
+            context: positions there is room for.
+            fraction: how many of a KV head's groups are refined at each step; 0 for none.
+            source: where records are looked up, under ``table``; without it nothing is refined.
+            table: number of the KV table.
+            on_block: called after each block that a prefill handed over.
+
+        Raises:
+            MisuseError: the pool has fewer free blocks.
+        """
+        config = blocks.config
+        # fixed after construction
+        self.context = context
+        self._blocks = blocks
+        self._fraction = fraction if blocks.form.record_bytes else Fraction(0)
+        self._source = source
+        self._table = table
+        self._on_block = on_block
+        self._heads = np.arange(config.kv_heads)[:, None] * blocks.form.groups_per_tile
+        # changed by steps and fills
+        self.length = 0
+        self._places = torch.tensor(blocks.take(blocks_for(context)), dtype=torch.int64)
+        self._encoded = 0
+        self._sink, self._tail = _Exact.empty(config), _Exact.empty(config)
+        self._pending: tuple[int, NDArray[np.uint8]] | None = None
+        self._payloads: NDArray[np.uint8] | None = None
+        self._lookups = self._hits = 0
+        self._told: set[int] = set()
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Encode the tile that filled up, if one did, and go on with what is to be put. Idempotent."""
+        if encoded_tiles(self.length + 1) > self._encoded:
+            self._encode_tail()
+        elif self._pending is not None and self._blocks.put(*self._pending):
+            self._pending = None
+        self._blocks.settle()
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """As :class:`~strataflux.client.runtime.cache.KvCache`."""
+        part, at = self._newest()
+        part.keys[layer, :, at] = turn(keys)
+        part.values[layer, :, at] = turn(values)
+        turned, view = turn(queries)[None], self._view(layer)
+        resident = kv_attention_cpu.attend(turned, view)
+        output = resident.output
+        if self._fraction and self._source is not None and self._encoded:
+            output = self._refine(layer, turned, view, resident)
+        return turn(output[0]).flatten()
+
+    def end_step(self) -> None:
+        """As :class:`~strataflux.client.runtime.cache.KvCache`."""
+        self.length += 1
+
+    def _newest(self) -> tuple[_Exact, int]:
+        if self.length < TILE_TOKENS:
+            return self._sink, self.length
+        return self._tail, self.length - TILE_TOKENS * (1 + self._encoded)
+
+    def _view(self, layer: int) -> KvLayer:
+        blocks, sink, tail = self._blocks, self._sink, self._tail
+        return KvLayer(
+            blocks.form,
+            blocks.keys[layer],
+            blocks.values[layer],
+            self._places[None],
+            sink.keys[layer][None],
+            sink.values[layer][None],
+            tail.keys[layer][None],
+            tail.values[layer][None],
+            (self.length + 1,),
+        )
+
+    def _refine(self, layer: int, queries: Tensor, view: KvLayer, resident: Resident) -> Tensor:
+        """Look the strongest groups up and add what is present."""
+        assert self._source is not None
+        groups, shares = select_groups(resident, view, self._fraction)
+        per = self._blocks.form.groups_per_tile
+        chosen = groups[0].numpy()
+        bases = self._blocks.bases[self._places.numpy()[chosen // per]]
+        first = layer * self._blocks.config.kv_heads * per
+        oids = (bases + first + self._heads + chosen % per)[bases >= 0]
+        scores = np.searchsorted(SCORE_THRESHOLDS, shares[0].numpy()[bases >= 0], side="right").clip(1, 255)
+        found = np.zeros(oids.size, np.uint64)
+        addresses = np.zeros(chosen.shape, np.uint64)
+        if oids.size:
+            self._hits += self._source.lookup(self._table, oids, scores.astype(np.uint8), found)
+            addresses[bases >= 0] = found
+        self._lookups += chosen.size
+        return kv_attention_cpu.refine(queries, view, resident, groups, torch.from_numpy(addresses)[None])
+
+    # --- tiles that fill up ------------------------------------------------------------------------------------------
+
+    def _encode_tail(self) -> None:
+        if self._pending is not None and not self._blocks.put(*self._pending):
+            self._blocks.give_up()
+        for layer in range(self._blocks.config.layers):
+            self._tell_rms(layer, self._tail.keys[layer], self._tail.values[layer])
+        tiles = encode_tiles(self._tail.keys.float(), self._tail.values.float(), self._blocks.form)
+        place = int(self._places[self._encoded])
+        payload = self._blocks.store(place, tiles)
+        self._encoded += 1
+        self._pending = None if self._blocks.put(place, payload) else (place, payload)
+
+    def fill(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """As :class:`~strataflux.client.runtime.cache.KvCache`; encodes all whole tiles but the first."""
+        self.fill_rotated(layer, turn(keys).half(), turn(values).half())
+
+    def fill_rotated(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """As :meth:`fill`, of keys and values in float16 that were rotated before.
+
+        Raises:
+            MisuseError: the sequence is not empty, or more tokens than it has room for.
+        """
+        count = keys.shape[1]
+        if self.length or count > self.context:
+            found, expected = f"{count} tokens at position {self.length}", f"at most {self.context} at position 0"
+            raise MisuseError("fill", found, expected, "truncate first, or raise --context")
+        tiles = encoded_tiles(count + 1)
+        end = TILE_TOKENS * (1 + tiles)
+        for part, tokens in ((self._sink, slice(0, TILE_TOKENS)), (self._tail, slice(end, count))):
+            held = keys[:, tokens].shape[1]
+            part.keys[layer, :, :held], part.values[layer, :, :held] = keys[:, tokens], values[:, tokens]
+        self._tell_rms(layer, keys, values)
+        if tiles:
+            shape = (keys.shape[0], tiles, TILE_TOKENS, keys.shape[2])
+            middle = [t[:, TILE_TOKENS:end].float().reshape(shape).transpose(0, 1) for t in (keys, values)]
+            self._store_layer(layer, tiles, encode_tiles(middle[0], middle[1], self._blocks.form))
+
+    def _store_layer(self, layer: int, tiles: int, encoded: EncodedTiles) -> None:
+        """Tiles [tiles, kv_heads] of one layer into their blocks, their records to those of other layers."""
+        blocks = self._blocks
+        index = (layer, self._places[:tiles])
+        blocks.keys.store(index, encoded.keys)
+        blocks.values.store(index, encoded.values)
+        records = encoded.records.flatten(1).numpy()
+        if self._payloads is None or self._payloads.shape[0] != tiles:
+            self._payloads = np.empty((tiles, blocks.config.layers, records.shape[1]), np.uint8)
+        self._payloads[:, layer] = records
+
+    def end_fill(self, count: int) -> None:
+        """Hand all blocks over, waiting for staging memory for each; what nobody takes in time stays unrefined."""
+        self.length = count
+        payloads, self._payloads = self._payloads, None
+        self._encoded = 0 if payloads is None else len(payloads)
+        for index in range(self._encoded):
+            assert payloads is not None
+            if not self._blocks.put(int(self._places[index]), payloads[index].ravel(), _PUT_SECONDS):
+                self._blocks.give_up()
+            self._on_block()
+        self._blocks.settle()
+
+    def _tell_rms(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        if layer in self._told:
+            return
+        self._told.add(layer)
+        key, value = (float(t.float().square().mean().sqrt()) for t in (keys, values))
+        small = min(key, value) < _SMALL_RMS and not self._blocks.form.prenormalize
+        hint = " (small: balancing is held at its floor; prenormalizing would lift it)" if small else ""
+        _LOG.info("layer %d: RMS of keys %.3g, of values %.3g%s", layer, key, value, hint)
+
+    # --- sequences ---------------------------------------------------------------------------------------------------
+
+    def truncate(self, length: int) -> None:
+        """As :class:`~strataflux.client.runtime.cache.KvCache`: back to nothing, or within the tokens in float16.
+
+        Raises:
+            MisuseError: those tokens are encoded already, or there are not as many.
+        """
+        check_truncation(length, self.length)
+        if length == 0:
+            self._start_over()
+        oldest = TILE_TOKENS * (1 + self._encoded) if self._encoded else 0
+        if length < oldest:
+            raise MisuseError(
+                "reset", f"position {length}", f"0, or {oldest} and later", "tiles stay encoded: start over"
+            )
+        self.length = length
+
+    def _start_over(self) -> None:
+        self._blocks.drop(self._places.tolist())
+        self._places = torch.tensor(self._blocks.take(len(self._places)), dtype=torch.int64)
+        self._encoded, self._pending = 0, None
+
+    def fork(self) -> "RefinedKVCache":
+        """Another sequence with the same tokens so far. Encoded blocks are shared, the newest tokens copied.
+
+        Raises:
+            MisuseError: the pool has no room for the blocks that the fork may fill.
+        """
+        blocks = self._blocks
+        other = RefinedKVCache.__new__(RefinedKVCache)
+        other.__dict__.update(self.__dict__)
+        shared = self._places[: self._encoded]
+        own = blocks.take(len(self._places) - self._encoded)
+        blocks.share(shared.tolist())
+        other._places = torch.cat((shared, torch.tensor(own, dtype=torch.int64)))
+        # A full sink never changes, so it is shared.
+        other._sink = self._sink if self.length >= TILE_TOKENS else self._sink.copy()
+        other._tail = self._tail.copy()
+        other._pending = None
+        other._lookups = other._hits = 0
+        return other
+
+    def close(self) -> None:
+        """Give all blocks back. Idempotent."""
+        self._blocks.drop(self._places.tolist())
+        self._places = self._places[:0]
+        self.length = self.context = self._encoded = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Resident bytes of this sequence: its encoded blocks, and 256 tokens in float16."""
+        return self._encoded * self._blocks.block_bytes + self._sink.nbytes + self._tail.nbytes
+
+    def statistics(self) -> SetStatistics:
+        """Groups selected, and those that were present; a group without a record counts as a miss."""
+        return SetStatistics(self._lookups, self._hits)
