@@ -166,7 +166,17 @@ def candidates(
     ]
     for k in (*budgets, 1024):
         yield {"k": k, "fit": False, "choice": "largest"}, DenseModel(weights, plain, dict.fromkeys(SETS, k))
-    yield {"k": 32, "fit": False, "choice": "random"}, DenseModel(weights, plain, dict.fromkeys(SETS, 32), "random")
+    every = dict.fromkeys(SETS, 32)
+    yield {"k": 32, "fit": False, "choice": "random"}, DenseModel(weights, plain, every, "random")
+    copies = [round_residual(model.exact[index].projections["down"].T).T for index in range(weights.config.layers)]
+    for k in budgets:
+        # As many bytes as channels at k: a bundle is 4/3 of what its neuron's share of them would be.
+        neurons = dict.fromkeys(SETS, k) | {"down": round(3 * k / 4)}
+        bundles = DenseModel(weights, plain, neurons, down_copies=copies)
+        yield {"k": k, "fit": False, "choice": "largest", "mlp": "bundles"}, bundles
+    for blocks in (0.5, 1.0, 2.0):
+        shifted = DenseModel(weights, plain, every, shift=dict.fromkeys(SETS, blocks))
+        yield {"k": 32, "fit": False, "choice": "largest", "shift": blocks}, shifted
     if fit:
         for k, values in fitted(model, weights, calibration, budgets).items():
             yield {"k": k, "fit": True, "choice": "largest"}, DenseModel(weights, values, dict.fromkeys(SETS, k))
@@ -264,6 +274,7 @@ def report(
         for found, (_, candidate) in zip(scores, tried, strict=True):
             found.append(dense_score(candidate, window))
     settings = {"base": variant.base, "bits": variant.bits, "group": variant.group, "guides": variant.guides}
+    settings |= {"mlp": "channels", "shift": 0.0}
     for (row, _), found in zip(tried, scores, strict=True):
         score = join_scores(found)
         numbers = {"kl": score.kl, "kl_top_1024": score.kl_top, "ppl": score.perplexity}
