@@ -6,7 +6,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from strataflux import __version__
@@ -24,25 +24,26 @@ _REFUSED = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the service; returns its exit code."""
     try:
-        invocation = parse_flags(sys.argv[1:] if arguments is None else arguments, __version__)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        invocation = parse_flags(words, __version__)
         configure_logging(invocation.config.log)
         if invocation.action == "check":
             print("configuration is right")
         elif invocation.action == "compile":
             _load_assembly().compile_everything()
         else:
-            _serve(invocation.config)
+            _serve(invocation.config, lambda: parse_flags(words, __version__).config)
     except (DaemonError, ContractError) as error:
         _explain(error)
         return _REFUSED
     return 0
 
 
-def _serve(config: Config) -> None:
+def _serve(config: Config, read_config: Callable[[], Config]) -> None:
     from strataflux.daemon.server import Server
 
     assembly = _load_assembly()
-    server = Server(config, os.environ, assembly.open_stores, assembly.make_reader)
+    server = Server(config, os.environ, assembly.open_stores, assembly.make_reader, read_config=read_config)
     asyncio.run(server.run())
 
 

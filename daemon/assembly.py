@@ -7,8 +7,9 @@ from pathlib import Path
 
 from strataflux.daemon.config import Config
 from strataflux.daemon.kv import KvSettings
-from strataflux.daemon.reader_thread import ReaderSettings, ReaderThread, warm_up
+from strataflux.daemon.reader_thread import ReaderSettings, ReaderThread
 from strataflux.daemon.store import Store, open_served
+from strataflux.daemon.warm_up import warm_up
 
 __all__ = ["compile_everything", "make_reader", "open_stores"]
 
@@ -46,6 +47,7 @@ def make_reader(config: Config, stores: Sequence[Store], idle_seconds: float) ->
         threads=config.reader.threads,
         idle_seconds=idle_seconds,
         kv=_kv_settings(config),
+        quarantine_seconds=config.reader.quarantine_seconds,
     )
     return ReaderThread(settings, stores)
 

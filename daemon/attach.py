@@ -17,53 +17,25 @@ import enum
 import logging
 import os
 import socket
-from collections import Counter
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from strataflux.daemon.access import Peer, peer_of, pidfd_of
 from strataflux.daemon.admission import Admission, Holder
+from strataflux.daemon.attached import AttachCounters, AttachedClient
 from strataflux.daemon.errors import DaemonError, Refusal
 from strataflux.daemon.interface import OpenedSession, Reader, SessionRequest
 from strataflux.daemon.notices import SegmentNotices
 from strataflux.proto import layout, messages
 from strataflux.proto.errors import ContractError, MessageError
 
-__all__ = ["AttachCounters", "AttachServer", "AttachedClient", "State"]
+__all__ = ["AttachServer", "State"]
 
 _LOG: Final = logging.getLogger(__name__)
 _TEXT_MAX: Final = 2_000
 _PENDING_SHARE: Final = 2
 """Connections allowed for each session allowed: enough to be told the reason of a refusal, and bounded."""
 _RETRY_SECONDS: Final = 1.0
-_CAUSES: Final = ("hang_up", "process_end", "malformed", "slow", "segment", "stop")
-
-
-@dataclass
-class AttachCounters:
-    """Written on the event loop, read by whoever wants to."""
-
-    accepted: int = 0
-    turned_away: int = 0
-    """Closed unheard: too many connections, or a peer that was gone."""
-    malformed: int = 0
-    attached: int = 0
-    refused: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(messages.REFUSALS, 0)))
-    """By the attach protocol's code."""
-    ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_CAUSES, 0)))
-    """Sessions, by cause."""
-
-
-@dataclass(frozen=True)
-class AttachedClient:
-    """A session as operators see it."""
-
-    index: int
-    session_id: int
-    peer: Peer
-    client: str
-    stores: tuple[int, ...]
 
 
 class State(enum.Enum):
@@ -81,9 +53,9 @@ class AttachServer:
     def __init__(self, listener: socket.socket, reader: Reader, admission: Admission) -> None:
         # fixed after construction
         self.reader = reader
-        self.admission = admission
         self._listener = listener
         # event loop only
+        self.admission = admission
         self.counters = AttachCounters()
         self._connections: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -121,6 +93,14 @@ class AttachServer:
                 connection.send(messages.Draining())
             else:
                 connection.refuse(_DRAINING)
+
+    def reattach(self, store: int, reason: str) -> int:
+        """End the sessions of a store and have them attach again; how many."""
+        using = [c for c in self._connections if c.state is State.ATTACHED and store in c.held_stores]
+        for connection in using:
+            connection.send(messages.Reattach(reason))
+            connection.close("reattach")
+        return len(using)
 
     async def close(self) -> None:
         """End every session and wait until the reader has let go of each."""

@@ -27,6 +27,7 @@ __all__ = [
     "MetricsConfig",
     "Override",
     "ReaderConfig",
+    "ScrubConfig",
     "StoreConfig",
     "load_config",
     "resolve_config",
@@ -90,6 +91,8 @@ class ReaderConfig:
     """``prefer`` falls back to the page cache where a file system refuses direct reads, which costs memory twice."""
     grace_seconds: float = key(values.seconds(0.05, 60), 2.0)
     """How long a step may hold evicted slots before its session is fenced; longer suits slow decoders, costs slots."""
+    quarantine_seconds: float = key(values.seconds(0.1, 86_400), 60.0)
+    """A record that could not be read twice is left alone for as long, and twice as long each further time."""
     # performance
     engine: str = key(values.choice("uring", "threads"), "uring")
     """``threads`` works where containers forbid io_uring, and costs more CPU per read."""
@@ -144,6 +147,14 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
+class ScrubConfig:
+    """``[scrub]``. Performance: reading stores in the background to find damage before a client meets it."""
+
+    bytes_per_day: int = key(values.size(0, 1 << 60), 0)
+    """0: never. The device reads as much more; a tenth of it a day finds everything within ten."""
+
+
+@dataclass(frozen=True)
 class MetricsConfig:
     """``[metrics]``. Behaviour."""
 
@@ -172,6 +183,7 @@ class Config:
     life: LifeConfig = field(default_factory=LifeConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    scrub: ScrubConfig = field(default_factory=ScrubConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -206,6 +218,7 @@ def resolve_config(
         "life": LifeConfig,
         "health": HealthConfig,
         "memory": MemoryConfig,
+        "scrub": ScrubConfig,
         "metrics": MetricsConfig,
         "log": LogConfig,
     }

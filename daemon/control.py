@@ -48,7 +48,8 @@ class Service:
     """What the methods speak about."""
 
     version: str
-    config: Config
+    config: Callable[[], Config]
+    """What is in force now."""
     reader: Reader
     stores: Sequence[ServedStore]
     attach: AttachServer
@@ -103,7 +104,7 @@ class ReaderMethods(control_pb2_grpc.ControlServicer):
                     records=manifest.record_count,
                     bytes=manifest.records_bytes,
                     preload=store.preload,
-                    share=self._service.config.stores[index].share,
+                    share=self._service.config().stores[index].share,
                     sessions=sum(index in client.stores for client in clients),
                     path=str(manifest.folder) if self.role == ADMIN else "",
                     stats=rows[index] if index < len(rows) else None,
@@ -186,7 +187,7 @@ class AdminMethods(ReaderMethods):
         self, request: control_pb2.GetConfigRequest, context: _Context
     ) -> control_pb2.GetConfigResponse:
         """The settings in force, defaults included."""
-        settings = dataclasses.asdict(self._service.config)
+        settings = dataclasses.asdict(self._service.config())
         return control_pb2.GetConfigResponse(config_json=json.dumps(settings, default=str))
 
     async def Drain(self, request: control_pb2.DrainRequest, context: _Context) -> control_pb2.DrainResponse:

@@ -18,7 +18,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from strataflux.daemon.errors import ConfigError
-from strataflux.daemon.metrics import HISTOGRAMS, INFOS, METRICS, Moment
+from strataflux.daemon.histograms import HISTOGRAMS, INFOS
+from strataflux.daemon.metrics import METRICS, Moment
 from strataflux.daemon.values import Address
 
 __all__ = ["Exporter", "Probe", "StrataFluxCollector"]

@@ -153,6 +153,12 @@ class Reader(Protocol):
     def missing_bytes(self) -> int:
         """How far the cache is below its budget."""
 
+    def review_quarantine(self) -> int:
+        """Let records go that were quarantined for long enough; how many. Thread-safe."""
+
+    def replace_store(self, index: int, fresh: Any) -> None:
+        """Serve another generation of a store, as opened by whoever opened the first. Thread-safe. Raises Refusal."""
+
     def echo(self) -> None:
         """Return once the loop took note of this call: it turns, and hears its doorbell. Raises DaemonError."""
 

@@ -32,9 +32,9 @@ class MemoryKeeper:
         # fixed after construction
         self._reader = reader
         self._notices = notices
-        self._watermarks = watermarks
         self._look = look
         # event loop only
+        self.watermarks = watermarks
         self.state = MemoryState(None)
         self.missing_bytes = 0
         self.releases = 0
@@ -48,7 +48,7 @@ class MemoryKeeper:
         self.state = self._look()
         if self._work is not None and not self._work.done():
             return
-        decision = self._watermarks.decide(self.state, self.missing_bytes, layout.SEGMENT_MIN_BYTES)
+        decision = self.watermarks.decide(self.state, self.missing_bytes, layout.SEGMENT_MIN_BYTES)
         work = {RELEASE: self.release, GROW: self.grow}.get(decision)
         if work is not None:
             self._work = asyncio.get_running_loop().create_task(self._guarded(work))

@@ -4,18 +4,18 @@ The data path adds to plain integers; nothing here is touched until somebody scr
 label has more values than there are kinds, states or served stores.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from strataflux.daemon.attach import AttachCounters
+from strataflux.daemon.attached import AttachCounters
 from strataflux.daemon.pressure import MemoryState
-from strataflux.daemon.rpc_counter import RPC_BOUNDS_SECONDS, RpcTimes
+from strataflux.daemon.rpc_counter import RpcTimes
 from strataflux.daemon.stats import Stats
 
-__all__ = ["HISTOGRAMS", "INFOS", "METRICS", "Declaration", "Histogram", "Info", "Moment", "ServedFiles"]
+__all__ = ["METRICS", "Declaration", "Moment", "ServedFiles"]
 
 _Labels = tuple[str, ...]
 _Sample = tuple[_Labels, float]
@@ -43,6 +43,11 @@ class Moment(NamedTuple):
     rpc_times: Mapping[str, RpcTimes]
     sessions: int
     stores: tuple[ServedFiles, ...]
+    reloads: Mapping[str, int]
+    last_reload: float
+    """Seconds since the epoch."""
+    scrubbed_bytes: int
+    scrub_passes: int
     memory: MemoryState
     releases: int
     released_bytes: int
@@ -65,26 +70,6 @@ class Declaration:
     help: str
     labels: _Labels
     read: Callable[[Moment], Iterable[_Sample]]
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """One histogram. ``read`` gives (label values, upper bounds, counts with one more for the rest, sum or None)."""
-
-    name: str
-    help: str
-    labels: _Labels
-    read: Callable[[Moment], Iterable[tuple[_Labels, Sequence[float], Sequence[int], float | None]]]
-
-
-@dataclass(frozen=True)
-class Info:
-    """Facts as labels of a metric that is always 1. ``read`` gives (label values, facts)."""
-
-    name: str
-    help: str
-    labels: _Labels
-    read: Callable[[Moment], Iterable[tuple[_Labels, Mapping[str, str]]]]
 
 
 def _one(read: Callable[[Moment], float]) -> Callable[[Moment], Iterable[_Sample]]:
@@ -142,13 +127,6 @@ def _per_store(read: Callable[[Any], float]) -> Callable[[Moment], Iterator[_Sam
 
 def _per_file(read: Callable[[ServedFiles], float]) -> Callable[[Moment], Iterator[_Sample]]:
     return lambda m: (((served.digest,), read(served)) for served in m.stores)
-
-
-def _micro(
-    bounds: Sequence[int], counts: Sequence[int], total: int
-) -> tuple[_Labels, list[float], Sequence[int], float]:
-    """A histogram kept in microseconds, in seconds."""
-    return (), [bound / 1e6 for bound in bounds], counts, total / 1e6
 
 
 _C: Final = CounterMetricFamily
@@ -223,6 +201,22 @@ METRICS: Final[tuple[Declaration, ...]] = (
         (),
         lambda m: [] if m.memory.available is None else [((), m.memory.available)],
     ),
+    _S(
+        "strataflux_config_reload",
+        _C,
+        "Reloads, by result.",
+        ("result",),
+        lambda m: sorted(((name,), count) for name, count in m.reloads.items()),
+    ),
+    _S(
+        "strataflux_config_last_success_timestamp_seconds",
+        _G,
+        "When the configuration in force was read.",
+        (),
+        _one(lambda m: m.last_reload),
+    ),
+    _S("strataflux_scrub_bytes", _C, "Read in the background to find damage.", (), _one(lambda m: m.scrubbed_bytes)),
+    _S("strataflux_scrub_passes", _C, "Times that all stores were read so.", (), _one(lambda m: m.scrub_passes)),
     _S("strataflux_pressure_releases", _C, "Cache segments given back.", (), _one(lambda m: m.releases)),
     _S("strataflux_pressure_released_bytes", _C, "Their bytes.", (), _one(lambda m: m.released_bytes)),
     _S("strataflux_ssd_reads", _C, "Reads that completed.", (), _one(lambda m: m.stats.reads.reads)),
@@ -327,60 +321,5 @@ METRICS: Final[tuple[Declaration, ...]] = (
         "Calls of the control plane that ended.",
         ("method", "code"),
         lambda m: sorted(m.rpcs.items()),
-    ),
-)
-
-HISTOGRAMS: Final[tuple[Histogram, ...]] = (
-    Histogram(
-        "strataflux_fill_seconds",
-        "From request taken to record readable.",
-        (),
-        lambda m: [
-            _micro(m.stats.fills.latency_bounds_us, m.stats.fills.latency_counts, m.stats.fills.latency_us),
-        ],
-    ),
-    Histogram(
-        "strataflux_ssd_read_seconds",
-        "From a read's submission to its completion.",
-        (),
-        lambda m: [
-            _micro(m.stats.reads.latency_bounds_us, m.stats.reads.latency_counts, m.stats.reads.microseconds),
-        ],
-    ),
-    Histogram(
-        "strataflux_io_depth",
-        "Reads in flight when one is submitted, itself included.",
-        (),
-        lambda m: [((), m.stats.reads.depth_bounds, m.stats.reads.depth_counts, m.stats.reads.depth_sum)],
-    ),
-    Histogram(
-        "strataflux_fill_age_ticks",
-        "Ticks of the reader's clock, of 1 ms or more while it works, from a fill to its first use.",
-        (),
-        lambda m: [((), m.stats.fills.age_bounds_ticks, m.stats.fills.age_counts, None)],
-    ),
-    Histogram(
-        "strataflux_rpc_seconds",
-        "Duration of calls of the control plane, streams aside.",
-        ("method",),
-        lambda m: [((name,), RPC_BOUNDS_SECONDS, t.counts, t.seconds) for name, t in sorted(m.rpc_times.items())],
-    ),
-)
-
-INFOS: Final[tuple[Info, ...]] = (
-    Info(
-        "strataflux_io_backend",
-        "How records are read in fact.",
-        (),
-        lambda m: [
-            ((), {"engine": m.engine, "direct": m.direct_io, "registered": str(m.registered_buffers).lower()}),
-        ],
-    ),
-    Info("strataflux_build", "This program.", (), lambda m: [((), {"version": m.version})]),
-    Info(
-        "strataflux_shard",
-        "The stores that are served.",
-        ("model",),
-        lambda m: [((served.digest,), {"epoch": str(served.generation)}) for served in m.stores],
     ),
 )

@@ -54,11 +54,12 @@ class Prober:
         # fixed after construction
         self._echo = echo
         self._stores = stores
-        self._limit_seconds = limit_seconds
-        self._interval_seconds = interval_seconds
         self._clock = clock
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="strataflux-probe", daemon=True)
+        # written by the event loop, each a single word
+        self.limit_seconds = limit_seconds
+        self.interval_seconds = interval_seconds
         # written by the thread, each a single word
         self.last_seconds = 0.0
         """What the last complete probe took."""
@@ -77,8 +78,8 @@ class Prober:
     def obstacle(self) -> str | None:
         """What is wrong now; None when the last probe was in time and none is overdue."""
         begun = self._begun
-        if begun is not None and (late := self._clock() - begun) > self._limit_seconds:
-            return f"no answer for {late:.1f} s; the limit is {self._limit_seconds:g} s"
+        if begun is not None and (late := self._clock() - begun) > self.limit_seconds:
+            return f"no answer for {late:.1f} s; the limit is {self.limit_seconds:g} s"
         return self._failure
 
     def measure(self) -> None:
@@ -92,12 +93,12 @@ class Prober:
         except (DaemonError, OSError) as error:
             failure = str(error)
         took = self._clock() - begun
-        if failure is None and took > self._limit_seconds:
-            failure = f"the last answer took {took:.1f} s; the limit is {self._limit_seconds:g} s"
+        if failure is None and took > self.limit_seconds:
+            failure = f"the last answer took {took:.1f} s; the limit is {self.limit_seconds:g} s"
         self._failure, self.last_seconds, self._begun = failure, took, None
         self.count += 1
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             self.measure()
-            self._stopping.wait(self._interval_seconds)
+            self._stopping.wait(self.interval_seconds)

@@ -1,35 +1,32 @@
 """The reader thread: builds the tier, runs the compiled loop, does what other threads ask between two runs of it."""
 
 import os
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
 
 from strataflux.daemon import engines, integrity, reader
 from strataflux.daemon.engines.board import Board, open_board
 from strataflux.daemon.engines.uring import UringEngine, open_uring
 from strataflux.daemon.errors import DaemonError, ReaderFailed, Refusal
 from strataflux.daemon.folding import CounterFold, read_stats
+from strataflux.daemon.generation import replace_generation
 from strataflux.daemon.interface import AddedSegment, SessionRequest
 from strataflux.daemon.kv import KvPlace, KvSettings
-from strataflux.daemon.segments import SegmentPool, drain_segment
+from strataflux.daemon.parole import Parole
+from strataflux.daemon.segments import SegmentPool
+from strataflux.daemon.state import Core
 from strataflux.daemon.stats import Stats
-from strataflux.daemon.store import Store, open_served
+from strataflux.daemon.store import Store
 from strataflux.daemon.tier import OpenSession, Tier
 from strataflux.proto import layout
 from strataflux.proto.errors import SegmentError
-from strataflux.proto.store_format import SectionSpec
-from strataflux.proto.store_writer import StoreWriter
 
-__all__ = ["EngineFactory", "ReaderSettings", "ReaderThread", "make_engine", "warm_up"]
+__all__ = ["EngineFactory", "ReaderSettings", "ReaderThread", "make_engine"]
 
 _SETTLE_SECONDS = 0.002
 
@@ -48,6 +45,7 @@ class ReaderSettings:
     grace_seconds: float = 2.0
     threads: int = 4
     idle_seconds: float = 1.0
+    quarantine_seconds: float = 60.0
     kv: KvSettings | None = None
 
 
@@ -86,6 +84,7 @@ class ReaderThread:
         # fixed after start
         self._tier: Tier
         self._pool: SegmentPool
+        self._parole: Parole
         self._engine: UringEngine | Board
         # guarded by the deque's own atomicity
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -105,9 +104,15 @@ class ReaderThread:
         settings = self.settings
         self._tier = Tier(self.stores, settings.weight_bytes, settings.queue_depth, settings.grace_seconds, settings.kv)
         self._pool = SegmentPool(self._tier)
+        self._parole = Parole(self._tier, settings.quarantine_seconds, time.monotonic)
         self._tier.core.rd[0]["idle_timeout_us"] = int(settings.idle_seconds * 1e6)
         self._thread.start()
         self._started.result()
+
+    @property
+    def core(self) -> Core:
+        """The reader's state, for actions that :meth:`execute` runs."""
+        return self._tier.core
 
     @property
     def generation(self) -> int:
@@ -226,6 +231,32 @@ class ReaderThread:
     def missing_bytes(self) -> int:
         """How far the cache is below its budget."""
         return self.execute(self._pool.missing_bytes)
+
+    def review_quarantine(self) -> int:
+        """Let records go that were quarantined for long enough; how many."""
+        return self.execute(self._parole.review)
+
+    def replace_store(self, index: int, fresh: Store) -> None:
+        """Serve another generation of a store, which is taken over; its sessions have to attach again.
+
+        Raises:
+            Refusal: it is another store, or does not fit; nothing was changed.
+        """
+
+        def replace() -> None:
+            replace_generation(self._tier, index, fresh, self._settle)
+            self._parole.forget(index)
+
+        self.execute(replace)
+
+    def _settle(self) -> None:
+        """Turn the loop, taking no requests, until no read is in flight. Reader thread."""
+        core, state = self._tier.core, self._engine.state
+        intake, core.rd[0]["intake"] = int(core.rd[0]["intake"]), 0
+        while core.rd[0]["in_flight"]:
+            engines.wait(state, _DRAIN_WAIT_US, core.scratch.ctypes.data)
+            reader.sweep(core, state)
+        core.rd[0]["intake"] = intake
 
     def echo(self) -> None:
         """Return once the loop took note of this call.
@@ -348,22 +379,3 @@ def _start_error(error: Exception) -> Exception:
     failed = ReaderFailed("reader thread", f"{type(error).__name__}: {error}", "a start", "see the log; report this")
     failed.__cause__ = error
     return failed
-
-
-def warm_up() -> None:
-    """Compile everything the service runs (or find it compiled): a life in small, with a store of one record."""
-    with tempfile.TemporaryDirectory(prefix="strataflux-") as folder:
-        path = Path(folder, "store")
-        with StoreWriter(path, {}, [SectionSpec("warm-up", "weight_channel", 0, "qkv", 1, 64)]) as writer:
-            writer.write(0, 0, np.zeros((1, 64), np.uint8))
-            writer.publish()
-        settings = ReaderSettings(weight_bytes=layout.CACHE_PAGE_BYTES, engine="threads", threads=1)
-        thread = ReaderThread(settings, [open_served(path, direct_io="off")])
-        thread.start()
-        session = thread.open_session(SessionRequest(os.geteuid(), os.getegid(), os.getpid(), (0,), 8, None))
-        for descriptor in session.descriptors:
-            os.close(descriptor)
-        thread.check_integrity()
-        thread.execute(lambda: drain_segment(thread._tier.core, 0))
-        thread.close_session(session.index)
-        thread.stop()

@@ -1,10 +1,12 @@
 """The service's life: ``startup``, ``serve`` with its ``on_tick``, ``drain``, ``close``, in this order.
 
-The first signal (or a Drain call) ends ``serve`` and drains; the second ends the drain. Whatever was started is closed
+The first signal (or a Drain call) ends ``serve`` and drains; the second ends the drain. SIGHUP reloads: see
+:meth:`Server.reload`. Whatever was started is closed
 in the opposite order, also when the start failed half-way. Only ``__main__`` exits.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -12,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from strataflux import __version__
@@ -19,16 +22,21 @@ from strataflux.daemon.access import StoreAccess
 from strataflux.daemon.admission import Admission
 from strataflux.daemon.attach import AttachServer
 from strataflux.daemon.config import Config
-from strataflux.daemon.errors import ConfigError
+from strataflux.daemon.errors import ConfigError, DaemonError
 from strataflux.daemon.health import Health, ProgressWatch
 from strataflux.daemon.interface import Reader, ServedStore
+from strataflux.daemon.logs import configure_logging
 from strataflux.daemon.memory import available_memory, require_memory
 from strataflux.daemon.memory_keeper import MemoryKeeper
 from strataflux.daemon.notify import Notifier, activated_sockets, watchdog_seconds
 from strataflux.daemon.pressure import MemoryState, Watermarks, memory_state
 from strataflux.daemon.probe import Prober
+from strataflux.daemon.reload import Reloads, merge
 from strataflux.daemon.runtime_dir import RuntimeFolder
+from strataflux.daemon.scrub import Scrubber
+from strataflux.proto.errors import ContractError
 from strataflux.proto.runtime import ATTACH_SOCKET, CONTROL_SOCKET, runtime_folder
+from strataflux.proto.store_format import open_store
 
 if TYPE_CHECKING:
     from strataflux.daemon.control import ControlPlane
@@ -38,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Server"]
 
 _LOG: Final = logging.getLogger(__name__)
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _TICK_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.01
 _STALLED_SECONDS: Final = 10.0
@@ -58,13 +66,14 @@ class Server(Generic[S]):
         open_stores: Callable[[Config], Sequence[S]],
         make_reader: Callable[[Config, Sequence[S], float], Reader],
         look_at_memory: Callable[[], MemoryState] = memory_state,
+        read_config: Callable[[], Config] | None = None,
     ) -> None:
         # fixed after construction
-        self.config = config
         self._environment = environment
         self._open_stores = open_stores
         self._make_reader = make_reader
         self._look_at_memory = look_at_memory
+        self._read_config = read_config or (lambda: config)
         self._notifier = Notifier(environment)
         self._watchdog = watchdog_seconds(environment, os.getpid())
         self._stop = asyncio.Event()
@@ -77,9 +86,14 @@ class Server(Generic[S]):
         self._prober: Prober
         self._attach: AttachServer
         self._memory: MemoryKeeper
+        self._scrubber: Scrubber
         self._front: ControlFront
         self.metrics_port: int | None = None
         # event loop only
+        self.config = config
+        self._reloads = Reloads()
+        self._reloading: asyncio.Task[None] | None = None
+        self._reviewing: asyncio.Task[None] | None = None
         self._control: ControlPlane | None = None
         self.health = Health(self._on_health)
         self._health_shown: asyncio.Task[None] | None = None
@@ -94,13 +108,14 @@ class Server(Generic[S]):
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self.begin_drain, number.name)
+        loop.add_signal_handler(signal.SIGHUP, self.begin_reload)
         try:
             await self.startup()
             await self.serve()
             await self.drain()
         finally:
             await self.close()
-            for number in _SIGNALS:
+            for number in (*_SIGNALS, signal.SIGHUP):
                 loop.remove_signal_handler(number)
 
     def begin_drain(self, reason: str = "a call to Drain") -> bool:
@@ -109,6 +124,56 @@ class Server(Generic[S]):
         _LOG.info("stopping: %s" if first else "stopping at once: %s", reason)
         (self._stop if first else self._force).set()
         return first
+
+    def begin_reload(self) -> None:
+        """Reload, unless that is going on or the service is stopping."""
+        idle = self._reloading is None or self._reloading.done()
+        if idle and self.health.phase == "ready" and not self._stop.is_set():
+            self._reloading = asyncio.get_running_loop().create_task(self.reload())
+
+    async def reload(self) -> None:
+        """Read the configuration again and take newer generations of the served stores. A bad file, or a store that
+        cannot take the old one's place, leaves what is in force as it is.
+        """
+        self._notifier.send(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
+        try:
+            self.config, later = merge(self.config, await asyncio.to_thread(self._read_config))
+            self._apply()
+            for index in range(len(self._stores)):
+                await self._reload_store(index)
+        except (DaemonError, ContractError) as error:
+            self._reloads.failed()
+            _LOG.error("reload: what was in force stays so: %s", error)
+            self.health.set_reason("config", f"the last reload failed: {error}")
+        else:
+            self._reloads.succeeded()
+            self.health.set_reason("config", None)
+            _LOG.info("reloaded%s", f"; after a restart only: {', '.join(later)}" if later else "")
+        self._notifier.send(READY="1", STATUS=self._describe())
+
+    def _apply(self) -> None:
+        configure_logging(self.config.log)
+        self._attach.admission = self._admission()
+        self._memory.watermarks = Watermarks(self.config.memory, time.monotonic)
+        self._prober.limit_seconds = self.config.health.limit_seconds
+        self._prober.interval_seconds = self.config.health.interval_seconds
+        self._scrubber.bytes_per_day = self.config.scrub.bytes_per_day
+
+    async def _reload_store(self, index: int) -> None:
+        manifest = self._stores[index].manifest
+        found = await asyncio.to_thread(open_store, manifest.folder, manifest.identity_digest)
+        if found.generation == manifest.generation:
+            return
+        alone = replace(self.config, stores=(self.config.stores[index],))
+        (fresh,) = await asyncio.to_thread(self._open_stores, alone)
+        await asyncio.to_thread(self._reader.replace_store, index, fresh)
+        told = self._attach.reattach(index, f"generation {found.generation} of a store")
+        _LOG.info("generation %d of %s is served; %d sessions attach again", found.generation, manifest.folder, told)
+
+    def _admission(self) -> Admission:
+        config = self.config
+        accesses = [StoreAccess(store) for store in config.stores]
+        return Admission(self._stores, accesses, config.attach, config.cache.weight_bytes)
 
     async def startup(self) -> None:
         """From nothing to READY: preflight, lock, stores, reader, attach, control, metrics."""
@@ -123,9 +188,7 @@ class Server(Generic[S]):
         self._stack.callback(folder.close)
         await self._start_reader()
         attach_listener = activated.get(ATTACH_SOCKET) or folder.bind(ATTACH_SOCKET, socket.SOCK_SEQPACKET)
-        accesses = [StoreAccess(store) for store in config.stores]
-        admission = Admission(self._stores, accesses, config.attach, config.cache.weight_bytes)
-        self._attach = AttachServer(attach_listener, self._reader, admission)
+        self._attach = AttachServer(attach_listener, self._reader, self._admission())
         self._stack.push_async_callback(self._attach.close)
         self._attach.start()
         watermarks = Watermarks(config.memory, time.monotonic)
@@ -136,6 +199,9 @@ class Server(Generic[S]):
         )
         self._start_metrics()
         await self._start_probing()
+        self._scrubber = Scrubber(lambda: [s.manifest.folder for s in self._stores], config.scrub.bytes_per_day)
+        self._stack.push_async_callback(asyncio.to_thread, self._scrubber.stop)
+        self._scrubber.start()
         self.health.move_to("ready")
         self._notifier.send(READY="1", STATUS=self._describe())
         _LOG.info("ready in %s: %s", folder.path, self._describe())
@@ -162,11 +228,23 @@ class Server(Generic[S]):
         self.health.set_reason("buffered", "a store's file system refuses direct reads" if buffered else None)
         self.health.set_obstacle("probe", self._prober.obstacle())
         self._memory.on_tick()
+        damaged = sum(self._scrubber.bad.values())
+        self.health.set_reason("scrub", f"{damaged} damaged records were found on disk" if damaged else None)
+        self._review_quarantine()
         missing = self._memory.missing_bytes
         self.health.set_reason("memory", f"{missing >> 20} MiB of cache are given back" if missing else None)
         if (status := self._describe()) != self._status:
             self._status = status
             self._notifier.send(STATUS=status)
+
+    def _review_quarantine(self) -> None:
+        if self._reviewing is None or self._reviewing.done():
+            self._reviewing = asyncio.get_running_loop().create_task(self._review())
+
+    async def _review(self) -> None:
+        if any(row.quarantined for row in self._reader.snapshot().stores):
+            with contextlib.suppress(DaemonError):
+                await asyncio.to_thread(self._reader.review_quarantine)
 
     async def drain(self) -> None:
         """Take nothing new and let what is in flight end, for a bounded time."""
@@ -180,6 +258,9 @@ class Server(Generic[S]):
 
     async def close(self) -> None:
         """End what was started, last first. Idempotent."""
+        for task in (self._reloading, self._reviewing):
+            if task is not None:
+                await asyncio.gather(task, return_exceptions=True)
         await self._stack.aclose()
         if self._health_shown is not None:
             await self._health_shown
@@ -199,7 +280,7 @@ class Server(Generic[S]):
 
         service = Service(
             version=__version__,
-            config=self.config,
+            config=lambda: self.config,
             reader=self._reader,
             stores=self._stores,
             attach=self._attach,
@@ -248,6 +329,10 @@ class Server(Generic[S]):
             rpc_times=dict(rpcs.times) if rpcs is not None else {},
             sessions=self._attach.session_count,
             stores=tuple(_served_files(store) for store in self._stores),
+            reloads=dict(self._reloads.results),
+            last_reload=self._reloads.last_success,
+            scrubbed_bytes=self._scrubber.bytes,
+            scrub_passes=self._scrubber.passes,
             memory=self._memory.state,
             releases=self._memory.releases,
             released_bytes=self._memory.released_bytes,

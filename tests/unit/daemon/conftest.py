@@ -141,6 +141,13 @@ class FakeReader:
     def missing_bytes(self) -> int:
         return 0
 
+    def review_quarantine(self) -> int:
+        return 0
+
+    def replace_store(self, index: int, fresh: Any) -> None:
+        self.calls.append(f"replace({index})")
+        self.stores[index].manifest = fresh.manifest
+
     def echo(self) -> None:
         if self.failure is not None:
             raise self.failure

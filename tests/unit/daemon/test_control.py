@@ -54,7 +54,7 @@ async def plane(bench: Bench, tmp_path: Path) -> AsyncIterator[Plane]:
         return len(drains) == 1
 
     config = Config(stores=(StoreConfig(bench.stores[0].manifest.folder),))
-    service = Service("1.2.3", config, bench.reader, bench.stores, bench.server, health, begin_drain)
+    service = Service("1.2.3", lambda: config, bench.reader, bench.stores, bench.server, health, begin_drain)
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     control = ControlPlane(service, private)

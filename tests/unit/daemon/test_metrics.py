@@ -12,10 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from strataflux.daemon.attach import AttachCounters
+from strataflux.daemon.attached import AttachCounters
 from strataflux.daemon.errors import ConfigError
 from strataflux.daemon.exporter import Exporter, StrataFluxCollector
-from strataflux.daemon.metrics import HISTOGRAMS, INFOS, METRICS, Moment, ServedFiles
+from strataflux.daemon.histograms import HISTOGRAMS, INFOS
+from strataflux.daemon.metrics import METRICS, Moment, ServedFiles
 from strataflux.daemon.pressure import MemoryState
 from strataflux.daemon.rpc_counter import RpcTimes
 from strataflux.daemon.stats import (
@@ -76,6 +77,10 @@ def moment(stats: Stats = STATS, degraded: dict[str, str] | None = None) -> Mome
         rpc_times={"GetStats": RpcTimes([5] + [0] * 12, 0.002)},
         sessions=1,
         stores=(ServedFiles("abcdef012345", 2, 10, 5120, 8192, 1 << 30),),
+        reloads={"ok": 1, "failed": 2},
+        last_reload=1.5e9,
+        scrubbed_bytes=4096,
+        scrub_passes=3,
         memory=MemoryState(1 << 30, 2.5, 0.5),
         releases=2,
         released_bytes=32 << 20,
@@ -126,6 +131,10 @@ def registry() -> CollectorRegistry:
         ("fills_unused_total", {}, 2),
         ("disk_used_bytes", {"model": "abcdef012345"}, 8192),
         ("disk_free_bytes", {"model": "abcdef012345"}, 1 << 30),
+        ("config_reload_total", {"result": "failed"}, 2),
+        ("config_last_success_timestamp_seconds", {}, 1.5e9),
+        ("scrub_bytes_total", {}, 4096),
+        ("scrub_passes_total", {}, 3),
         ("memory_pressure", {"kind": "some"}, 0.025),
         ("memory_available_bytes", {}, 1 << 30),
         ("pressure_releases_total", {}, 2),

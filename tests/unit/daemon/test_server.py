@@ -6,16 +6,17 @@ import signal
 import socket
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from strataflux.daemon.config import Config, resolve_config
-from strataflux.daemon.errors import CacheTooLarge, ReaderFailed, SocketInUse
+from strataflux.daemon.errors import CacheTooLarge, ConfigError, ReaderFailed, SocketInUse
 from strataflux.daemon.runtime_dir import RuntimeFolder
 from strataflux.daemon.server import Server
-from strataflux.proto.messages import Draining, Welcome
+from strataflux.proto.messages import Draining, Reattach, Welcome
 from tests.unit.daemon.conftest import Bench, Client, FakeReader, FakeStore, fake_store, until
 
 
@@ -28,10 +29,18 @@ class Life:
         self.reader = FakeReader(self.stores)
         table = {"runtime_dir": str(self.folder), "store": [{"path": str(tmp_path / "store")}], **sections}
         self.config = resolve_config(table, "test")
-        self.server = Server(self.config, environment or {}, self._open_stores, self._make_reader)
+        self.wanted: Config | Exception = self.config
+        self.server = Server(
+            self.config, environment or {}, self._open_stores, self._make_reader, read_config=self._read_config
+        )
 
     def _open_stores(self, config: Config) -> list[FakeStore]:
         return self.stores
+
+    def _read_config(self) -> Config:
+        if isinstance(self.wanted, Exception):
+            raise self.wanted
+        return self.wanted
 
     def _make_reader(self, config: Config, stores: Sequence[FakeStore], idle_seconds: float) -> FakeReader:
         self.reader.calls.append(f"make({idle_seconds:g})")
@@ -50,7 +59,7 @@ async def attach(life: Life) -> Client:
     return client
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_drains_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     life = Life(tmp_path)
     task = await life.run()
@@ -208,6 +217,65 @@ async def test_readiness_follows_the_reader_and_the_devices(tmp_path: Path) -> N
     await until(lambda: prober.obstacle() is None)
     life.server.on_tick()
     assert life.server.is_ready()[0]
+    life.server.begin_drain()
+    await task
+
+
+async def test_a_reload_takes_what_may_change_and_tells_its_manager(
+    tmp_path: Path, manager: tuple[str, Hear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strataflux.daemon.server.configure_logging", lambda config: None)
+    path, hear = manager
+    life = Life(tmp_path, {"NOTIFY_SOCKET": path})
+    monkeypatch.setattr("strataflux.daemon.server.open_store", lambda folder, digest: life.stores[0].manifest)
+    task = await life.run()
+    assert (await hear()).startswith(b"READY=1")
+    assert (await hear()).startswith(b"STATUS=")
+    life.wanted = replace(
+        life.config,
+        attach=replace(life.config.attach, max_sessions=3),
+        cache=replace(life.config.cache, weight_bytes=64 << 20),
+    )
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert (await hear()).startswith(b"RELOADING=1\nMONOTONIC_USEC=")
+    assert (await hear()).startswith(b"READY=1")
+    assert life.server._attach.admission.settings.max_sessions == 3
+    assert life.server.config.attach.max_sessions == 3
+    assert life.server.config.cache == life.config.cache
+    assert not task.done()
+    life.server.begin_drain()
+    await task
+
+
+async def test_a_bad_file_leaves_what_is_in_force(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    task = await life.run()
+    life.wanted = ConfigError("file:attach.max", "an unknown key", "a known one", "mend it")
+    await life.server.reload()
+    assert life.server.config == life.config
+    assert "attach.max" in life.server.health.reasons["config"]
+    assert life.server.health.ready
+    assert life.server._reloads.results == {"ok": 0, "failed": 1}
+    life.server.begin_drain()
+    await task
+
+
+async def test_a_new_generation_is_taken_and_its_sessions_attach_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strataflux.daemon.server.configure_logging", lambda config: None)
+    life = Life(tmp_path)
+    newer = replace(life.stores[0].manifest, generation=2)
+    monkeypatch.setattr("strataflux.daemon.server.open_store", lambda folder, digest: newer)
+    task = await life.run()
+    client = await attach(life)
+    life.stores = [FakeStore(newer)]
+    await life.server.reload()
+    assert "replace(0)" in life.reader.calls
+    assert isinstance(await client.hear(), Reattach)
+    assert await client.hear() is None
+    assert life.server._attach.counters.ended["reattach"] == 1
+    client.close()
     life.server.begin_drain()
     await task
 

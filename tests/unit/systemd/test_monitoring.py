@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from prometheus_client.core import CounterMetricFamily
 
-from strataflux.daemon.metrics import HISTOGRAMS, INFOS, METRICS
+from strataflux.daemon.histograms import HISTOGRAMS, INFOS
+from strataflux.daemon.metrics import METRICS
 
 MONITORING = Path(__file__).parents[3] / "systemd/monitoring"
 DASHBOARD = json.loads((MONITORING / "grafana.json").read_text())

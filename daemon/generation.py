@@ -1,0 +1,84 @@
+"""Put a new generation of a store in the place of the one that is served. The reader thread only, between two turns.
+
+Both have the same identity, so the same records under the same numbers: what changes is the file, its checksums and
+how it is read. Reads in flight end first and what is resident is evicted, so that no byte of the old file is published
+under a checksum of the new one; slots pass their grace as ever, and sessions are told to attach again by the caller.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+
+import numpy as np
+
+from strataflux.cache_policy.base import wide
+from strataflux.daemon.cache import retire
+from strataflux.daemon.errors import Refusal
+from strataflux.daemon.state import NONE, VALID, Core
+from strataflux.daemon.store import Store
+from strataflux.daemon.tier import Tier
+from strataflux.proto import layout
+from strataflux.proto.compiled import compiled
+
+__all__ = ["empty_table", "replace_generation"]
+
+
+@compiled
+def empty_table(c: Core, table: int) -> int:
+    """Retire every VALID slot of a table; how many."""
+    count = 0
+    for entry in range(c.slots.size):
+        if c.slots[entry].state == VALID and wide(c.slots[entry].table) == table:
+            retire(c, entry)
+            count += 1
+    return count
+
+
+def replace_generation(tier: Tier, table: int, fresh: Store, settle: Callable[[], None]) -> None:
+    """Serve ``fresh`` as table ``table``; takes its descriptors over, and closes it if it is refused.
+
+    Args:
+        tier: the tier that serves the store.
+        table: index of the served store.
+        fresh: another generation of it, open.
+        settle: turns the loop, taking no requests, until no read is in flight.
+
+    Raises:
+        Refusal: it cannot take the old one's place; nothing was changed.
+    """
+    served, row = tier.stores[table], tier.core.tables[table]
+    _refuse_another(tier, served, fresh)
+    settle()
+    empty_table(tier.core, table)
+    words = ctypes.c_uint32 * int(row["records"])
+    entries = np.ctypeslib.as_array(words.from_address(int(row["directory"])))
+    entries[entries == layout.ENTRY_QUARANTINED] = layout.ENTRY_ABSENT
+    row["quarantined"] = 0
+    served.checksums[:] = fresh.checksums
+    old = {served.descriptor, served.buffered} - {-1}
+    served.manifest, served.alignment = fresh.manifest, fresh.alignment
+    served.descriptor, served.buffered, served.direct = fresh.descriptor, fresh.buffered, fresh.direct
+    row["descriptor"], row["buffered"] = fresh.descriptor, fresh.buffered
+    row["direct"], row["alignment"] = fresh.direct, fresh.alignment
+    row["preload_next"] = 0 if served.preload else NONE
+    for descriptor in old:
+        os.close(descriptor)
+
+
+def _refuse_another(tier: Tier, served: Store, fresh: Store) -> None:
+    window = int(tier.core.rd[0]["window_bytes"])
+    largest = max(
+        layout.round_up(section.record_bytes, fresh.alignment) + 2 * fresh.alignment
+        for section in fresh.manifest.sections
+    )
+    same = fresh.manifest.identity_digest == served.manifest.identity_digest
+    if same and fresh.manifest.sections == served.manifest.sections and largest <= window:
+        return
+    fresh.close()
+    raise Refusal(
+        "generation",
+        fresh.manifest.folder,
+        "another store" if not same else f"records that need windows of {largest} bytes",
+        "another generation of the store that is served" if not same else f"at most {window} bytes",
+        "restart stratafluxd to serve it",
+    )

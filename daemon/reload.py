@@ -1,0 +1,40 @@
+"""What a reload may change while the service runs, and what waits for a restart; and its count."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from strataflux.daemon.config import Config
+
+__all__ = ["Reloads", "merge"]
+
+_LIVE = ("attach", "life", "health", "memory", "scrub", "log")
+_LATER = ("runtime_dir", "stores", "cache", "kv", "reader", "metrics")
+
+
+def merge(running: Config, wanted: Config) -> tuple[Config, list[str]]:
+    """The configuration to go on with, and the sections of ``wanted`` that only a restart brings.
+
+    Limits, marks, health, scrubbing and logging change at once. Memory, engine, addresses, the set of stores and their
+    access rules (by which memory is kept apart) are taken at the start.
+    """
+    later = [name for name in _LATER if getattr(running, name) != getattr(wanted, name)]
+    return replace(running, **{name: getattr(wanted, name) for name in _LIVE}), later
+
+
+@dataclass
+class Reloads:
+    """Event loop only; read by any thread."""
+
+    results: Counter[str] = field(default_factory=lambda: Counter({"ok": 0, "failed": 0}))
+    last_success: float = field(default_factory=time.time)
+    """Seconds since the epoch; the start counts as one."""
+
+    def succeeded(self) -> None:
+        """Another configuration is in force."""
+        self.results["ok"] += 1
+        self.last_success = time.time()
+
+    def failed(self) -> None:
+        """The one before stays in force."""
+        self.results["failed"] += 1
