@@ -22,74 +22,24 @@ from torch import Tensor
 
 from strataflux.client.errors import MisuseError
 from strataflux.client.kv_blocks import KvBlocks
+from strataflux.client.kv_options import blocks_for
 from strataflux.client.runtime.cache import check_truncation
 from strataflux.client.runtime.models import ModelConfig
-from strataflux.client.weights import RecordSource, SetStatistics, StepDemand
+from strataflux.client.weights import RecordSource, SetStatistics
 from strataflux.kernels import kv_attention_cpu
 from strataflux.kernels.hadamard import turn
-from strataflux.kernels.kv_attention import KvLayer, Resident, encoded_tiles, select_groups, selected_groups
-from strataflux.kernels.kv_encode import EncodedTiles, KvFormat, encode_tiles
+from strataflux.kernels.kv_attention import KvLayer, Resident, encoded_tiles, select_groups
+from strataflux.kernels.kv_encode import EncodedTiles, encode_tiles
 from strataflux.kernels.kv_pack import TILE_TOKENS
 from strataflux.kernels.select import SCORE_THRESHOLDS
-from strataflux.proto.layout import slot_bytes
-from strataflux.proto.messages import KvGeometry
 
-__all__ = ["KvOptions", "RefinedKVCache", "blocks_for"]
+__all__ = ["RefinedKVCache"]
 
 _LOG: Final = logging.getLogger(__name__)
 _PUT_SECONDS: Final = 10.0
 """The most a prefill waits for staging memory, for each block."""
 _SMALL_RMS: Final = 0.55
 """Below this KVarN's balancing is held at its floor."""
-
-
-@dataclass(frozen=True)
-class KvOptions:
-    """How keys and values are kept. Fraction 0 refines nothing."""
-
-    key_bits: int
-    value_bits: int
-    refine_key_bits: int = 4
-    refine_value_bits: int = 4
-    group_tokens: int = 4
-    fraction: Fraction = Fraction(1, 128)
-    prenormalize: bool = False
-
-    def form(self, head_dim: int) -> KvFormat:
-        """The format for heads of this size.
-
-        Raises:
-            MisuseError: it cannot be, naming what.
-        """
-        widths = (self.key_bits, self.value_bits, head_dim, self.refine_key_bits, self.refine_value_bits)
-        try:
-            return KvFormat(*widths, self.group_tokens, self.prenormalize)
-        except ValueError as error:
-            raise MisuseError(
-                "KV cache", str(error), "a format that exists", "change --kv, --refine-kv or --group"
-            ) from (error)
-
-    def geometry(self, config: ModelConfig, blocks: int) -> KvGeometry | None:
-        """What a session is told, for ``blocks`` blocks at once; None if nothing is refined."""
-        form = self.form(config.head_dim)
-        if form.record_bytes == 0 or not self.fraction or blocks == 0:
-            return None
-        groups = config.layers * config.kv_heads * form.groups_per_tile
-        return KvGeometry("kv_group", TILE_TOKENS, self.group_tokens, groups, form.record_bytes, blocks)
-
-    def demand(self, config: ModelConfig, context: int) -> StepDemand:
-        """What a sequence of ``context`` tokens asks of a session in its last step."""
-        form = self.form(config.head_dim)
-        if form.record_bytes == 0 or not self.fraction:
-            return StepDemand(0, 0)
-        groups = selected_groups(self.fraction, blocks_for(context) * form.groups_per_tile)
-        a_layer = config.kv_heads * groups
-        return StepDemand(config.layers * a_layer, a_layer * slot_bytes(form.record_bytes))
-
-
-def blocks_for(context: int) -> int:
-    """Blocks that a sequence of ``context`` tokens fills."""
-    return encoded_tiles(context)
 
 
 @dataclass
@@ -147,8 +97,11 @@ class RefinedKVCache:
         self._fraction = fraction if blocks.form.record_bytes else Fraction(0)
         self._source = source
         self._table = table
-        self._on_block = on_block
+        self.on_block = on_block
         self._heads = np.arange(config.kv_heads)[:, None] * blocks.form.groups_per_tile
+        # changed by whoever runs steps
+        self.refining = True
+        """Off: groups are neither selected nor looked up."""
         # changed by steps and fills
         self.length = 0
         self._places = torch.tensor(blocks.take(blocks_for(context)), dtype=torch.int64)
@@ -177,7 +130,7 @@ class RefinedKVCache:
         turned, view = turn(queries)[None], self._view(layer)
         resident = kv_attention_cpu.attend(turned, view)
         output = resident.output
-        if self._fraction and self._source is not None and self._encoded:
+        if self.refining and self._fraction and self._source is not None and self._encoded:
             output = self._refine(layer, turned, view, resident)
         return turn(output[0]).flatten()
 
@@ -280,7 +233,7 @@ class RefinedKVCache:
             assert payloads is not None
             if not self._blocks.put(int(self._places[index]), payloads[index].ravel(), _PUT_SECONDS):
                 self._blocks.give_up()
-            self._on_block()
+            self.on_block()
         self._blocks.settle()
 
     def _tell_rms(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -345,6 +298,11 @@ class RefinedKVCache:
     def nbytes(self) -> int:
         """Resident bytes of this sequence: its encoded blocks, and 256 tokens in float16."""
         return self._encoded * self._blocks.block_bytes + self._sink.nbytes + self._tail.nbytes
+
+    @property
+    def unrefined(self) -> int:
+        """Blocks of the pool that nobody took, or that were refused."""
+        return self._blocks.unrefined + self._blocks.refused
 
     def statistics(self) -> SetStatistics:
         """Groups selected, and those that were present; a group without a record counts as a miss."""

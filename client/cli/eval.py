@@ -1,11 +1,23 @@
 """``strataflux eval``: perplexity and divergence of a prepared model, decoded through a daemon."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from strataflux.client.cli.kv_options import (
+    FractionOption,
+    GroupOption,
+    KvCacheOption,
+    KvOption,
+    PrenormalizeOption,
+    RefineKvOption,
+    StartsOption,
+    parse_kv,
+    parse_starts,
+)
 from strataflux.client.cli.options import (
     ChannelsOption,
     JsonOption,
@@ -27,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _DEFAULT_CACHE = "25%"
+_DEFAULT_KV_CACHE = "10%"
 _TOKENS, _DENSE_TOKENS = 512, 2047
 
 
@@ -48,6 +61,15 @@ def _command(
     device: Annotated[str, typer.Option(help="Where --dense runs: cpu or cuda.")] = "cpu",
     miss: MissOption = "skip",
     weight_cache: WeightCacheOption = None,
+    kv: KvOption = None,
+    refine_kv: RefineKvOption = "4/4",
+    group: GroupOption = 4,
+    fraction: FractionOption = "1/128",
+    prenormalize: PrenormalizeOption = False,
+    context: Annotated[int, typer.Option(min=2, help="With --kv: tokens of a window.")] = 8192,
+    starts: StartsOption = None,
+    kv_oracle: Annotated[bool, typer.Option("--kv-oracle", help="With --kv: as if nothing missed.")] = False,
+    kv_cache: KvCacheOption = None,
     runtime_dir: RuntimeDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -56,7 +78,23 @@ def _command(
     The unquantized model and the low-bit weights alone are scored beside it. Bytes read are the daemon's count of what
     it read from its stores meanwhile; a daemon that serves others counts theirs, too. With --dense there is no daemon:
     every token is refined with all that it selects, which is what a cache that held everything would give.
+
+    With --kv the low-bit thing is the KV cache: the last 256 tokens of each window are scored after a prefill of the
+    others, against the same weights with an exact cache. The model may then also be one that was not prepared.
     """
+    options = None if kv is None else parse_kv(kv, refine_kv, group, fraction, prenormalize)
+    if options is not None:
+        given = {"--tokens": tokens, "--k": k, "--dense": dense or None, "--reference": reference}
+        _refuse_together("--kv", given | {"--weight-cache": weight_cache})
+        if runtime_dir is not None or kv_oracle:
+            _refuse_together("--kv-oracle" if kv_oracle else "--runtime-dir", {"--kv-cache": kv_cache})
+        from strataflux.client.cli.eval_kv import KvCommand, run_eval_kv
+
+        cache = kv_cache or _DEFAULT_KV_CACHE
+        where, policy = parse_starts(starts), parse_miss(miss)
+        command = KvCommand(folder, text, options, context, windows, where, policy, kv_oracle, cache, runtime_dir)
+        run_eval_kv(Output(as_json), command)
+        return
     from strataflux.client.evaluate.run import evaluate
     from strataflux.client.launch import PrivateDaemon
     from strataflux.client.prepare.prepared import open_prepared
@@ -84,6 +122,12 @@ def _command(
         with progress("scoring tokens", tokens * windows) as advance:
             found = evaluate(prepared, exact, chosen, runtime_dir, k=k, miss=policy, on_token=advance)
     _show(output, found, {"tokens": tokens, "windows": windows, "k": k or prepared.manifest.k, "miss": str(policy)})
+
+
+def _refuse_together(option: str, others: Mapping[str, object]) -> None:
+    for name, value in others.items():
+        if value is not None:
+            raise MisuseError(name, f"together with {option}", "one of the two", "leave one out")
 
 
 def _windows(prepared: "PreparedModel", text: Path | None, tokens: int, windows: int) -> list[list[int]]:

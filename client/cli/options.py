@@ -45,7 +45,7 @@ WeightCacheOption = Annotated[
 ]
 
 
-def parse_cache(text: str, whole: int) -> int:
+def parse_cache(text: str, whole: int, option: str = "--weight-cache") -> int:
     """Bytes that ``text`` asks for: a size such as ``64MiB``, or a share such as ``25%`` of ``whole``.
 
     Raises:
@@ -56,7 +56,7 @@ def parse_cache(text: str, whole: int) -> int:
     share = float(match[1]) if (match := _SHARE.fullmatch(text)) else 0.0
     if not 0 < share <= 100:
         raise MisuseError(
-            "--weight-cache", repr(text), "bytes such as 64MiB, or above 0 to 100 % of the store such as 25%", "mend it"
+            option, repr(text), "bytes such as 64MiB, or above 0 to 100 % of the store such as 25%", "mend it"
         )
     return round(whole * share / 100)
 

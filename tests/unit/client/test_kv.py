@@ -13,8 +13,9 @@ from torch import Tensor
 
 from strataflux.client.errors import MisuseError, RefusedError
 from strataflux.client.evaluate.kv import DenseKv, prefill
-from strataflux.client.kv import KvOptions, RefinedKVCache, blocks_for
+from strataflux.client.kv import RefinedKVCache
 from strataflux.client.kv_blocks import KvBlocks
+from strataflux.client.kv_options import KvOptions, blocks_for
 from strataflux.client.runtime.decoder import ContextFull, Decoder
 from strataflux.client.runtime.models import DecoderWeights
 from strataflux.kernels.hadamard import turn
