@@ -26,6 +26,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 COMMANDS: tuple[str, ...] = (
     "demo",
     "prepare",
+    "tune",
     "eval",
     "generate",
     "bench",
