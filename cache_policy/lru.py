@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from strataflux.cache_policy.base import NO_SLOT, later_by, wide
 from strataflux.cache_policy.lists import ABSENT, check_lists, link_head, make_nodes, unlink
 from strataflux.proto.atomics import load_u32
-from strataflux.proto.compiled import compiled
+from strataflux.proto.compiled import borrowing
 
 __all__ = [
     "REINSERTIONS",
@@ -43,7 +43,7 @@ REINSERTIONS = 32
 bounded.
 """
 
-_NODE = np.dtype([("next", "i4"), ("prev", "i4"), ("position", "u4"), ("cls", "i2"), ("", "u2")])
+_NODE = np.dtype([("next", "i4"), ("prev", "i4"), ("position", "u4"), ("cls", "i2"), ("", "u2")], align=True)
 assert _NODE.itemsize == 16
 
 
@@ -59,7 +59,7 @@ def make_state(n_slots: int, n_classes: int, n_keys_hint: int) -> State:  # noqa
     return State(make_nodes(_NODE, n_slots, n_classes), np.zeros(n_classes, np.int64))
 
 
-@compiled
+@borrowing
 def insert(s: State, slot: int, cls: int, _key: int, clock: int, _score: int) -> None:
     """As :meth:`base.Policy.insert`: at the head of its class."""
     s.nodes[slot].cls = cls
@@ -68,21 +68,21 @@ def insert(s: State, slot: int, cls: int, _key: int, clock: int, _score: int) ->
     link_head(s.nodes, _anchor(s, cls), slot)
 
 
-@compiled
+@borrowing
 def candidate(s: State, cls: int) -> int:
     """As :meth:`base.Policy.candidate`: the tail."""
     tail = s.nodes[_anchor(s, cls)].prev
     return tail if s.counts[cls] else NO_SLOT
 
 
-@compiled
+@borrowing
 def tail_clock(s: State, cls: int) -> int:
     """As :meth:`base.Policy.tail_clock`: the tail's position."""
     tail = candidate(s, cls)
     return wide(s.nodes[tail].position) if tail >= 0 else NO_SLOT
 
 
-@compiled
+@borrowing
 def touch(s: State, slot: int, clock: int, _score: int) -> None:
     """As :meth:`base.Policy.touch`: to the head, with ``clock`` as its position."""
     s.nodes[slot].position = clock
@@ -90,7 +90,7 @@ def touch(s: State, slot: int, clock: int, _score: int) -> None:
     link_head(s.nodes, _anchor(s, s.nodes[slot].cls), slot)
 
 
-@compiled
+@borrowing
 def remove(s: State, slot: int, _evicted: bool) -> None:
     """As :meth:`base.Policy.remove`."""
     s.counts[s.nodes[slot].cls] -= 1
@@ -98,24 +98,24 @@ def remove(s: State, slot: int, _evicted: bool) -> None:
     unlink(s.nodes, slot)
 
 
-@compiled
+@borrowing
 def admit(_s: State, _key: int, _cls: int, _score: int, _clock: int) -> bool:
     """As :meth:`base.Policy.admit`: always."""
     return True
 
 
-@compiled
+@borrowing
 def requested(_s: State, _key: int, _score: int, _clock: int) -> None:
     """As :meth:`base.Policy.requested`: nothing to remember."""
 
 
-@compiled
+@borrowing
 def check_integrity(s: State) -> int:
     """As :meth:`base.Policy.check_integrity`."""
     return check_lists(s.nodes, len(s.nodes) - len(s.counts), s.counts)
 
 
-@compiled
+@borrowing
 def choose_victim(s: State, cls: int, clock: int, stamps: Any, stepped: Any, n_sessions: int) -> int:
     """The slot of ``cls`` to evict now, or ``NO_SLOT``; moves slots that were used since their position to
     the head.
@@ -144,7 +144,7 @@ def choose_victim(s: State, cls: int, clock: int, stamps: Any, stepped: Any, n_s
     return candidate(s, cls)
 
 
-@compiled
+@borrowing
 def newest_stamp(slot: int, position: int, clock: int, stamps: Any, stepped: Any, n_sessions: int) -> int:
     """The latest stamp on ``slot`` that lies after ``position`` and not after ``clock``; else ``position``.
 
@@ -160,6 +160,6 @@ def newest_stamp(slot: int, position: int, clock: int, stamps: Any, stepped: Any
     return newest
 
 
-@compiled
+@borrowing
 def _anchor(s: State, cls: int) -> int:
     return len(s.nodes) - len(s.counts) + cls
