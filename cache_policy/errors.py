@@ -4,7 +4,6 @@
     ├── MissPolicyError               a miss policy's text is not one we know
     ├── SlotTooLargeError             a record does not fit a page
     ├── TooManyClassesError           more slot sizes than the budget has room for
-    ├── TraceError                    a trace file is not what the simulator reads
     └── UnknownPolicyError            no replacement policy of that name
 
 All are misuse: they are raised before anything is done, and each says what was asked, what was found or is
@@ -17,7 +16,6 @@ __all__ = [
     "MissPolicyError",
     "SlotTooLargeError",
     "TooManyClassesError",
-    "TraceError",
     "UnknownPolicyError",
 ]
 
@@ -36,10 +34,6 @@ class SlotTooLargeError(CachePolicyError):
 
 class TooManyClassesError(CachePolicyError):
     """The budget's table of size classes is full."""
-
-
-class TraceError(CachePolicyError):
-    """A trace file lacks an array, or an array has the wrong shape or type."""
 
 
 class UnknownPolicyError(CachePolicyError):
