@@ -30,6 +30,7 @@ COMMANDS: tuple[str, ...] = (
     "eval",
     "generate",
     "bench",
+    "simulate",
     "install_service",
     "status",
     "doctor",

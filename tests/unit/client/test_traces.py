@@ -1,0 +1,72 @@
+"""Trace files: both layouts, their scores, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from strataflux.client.errors import InputError
+from strataflux.client.traces import load_trace
+
+
+def write(path: Path, **arrays: Any) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
+def test_weight_sets_follow_each_other_and_one_name_has_one_width(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "w.npz",
+        **{
+            "0.qkv": np.array([[0, 2]]),
+            "0.down": np.array([[5]]),
+            "1.qkv": np.array([[1, 3]]),
+            "1.down": np.array([[0]]),
+        },
+    )
+    trace = load_trace(path)
+    assert (trace.name, trace.n_keys) == ("w", 4 + 6 + 4 + 6)
+    assert trace.keys.tolist() == [[0, 2, 4 + 5, 10 + 1, 10 + 3, 14 + 0]]
+    assert trace.scores is None
+
+
+def test_kv_heads_are_sources_of_their_own(tmp_path: Path) -> None:
+    layer = np.array([[[0], [1]], [[2], [0]]], np.int16)  # [head, step, k]
+    scores = np.array([[[0.5], [0.25]], [[1], [0.125]]], np.float16)
+    trace = load_trace(write(tmp_path / "kv.npz", **{"0": layer, "s0": scores}))
+    assert trace.n_keys == 6
+    assert trace.keys.tolist() == [[0, 3 + 2], [1, 3 + 0]]
+    assert trace.scores is not None
+    assert trace.scores.tolist() == [[0.5, 1], [0.25, 0.125]]
+
+
+def test_weight_scores_are_shares_of_their_largest(tmp_path: Path) -> None:
+    arrays = {"0.o": np.array([[0, 1], [1, 2]]), "s0.o": np.array([[2, 8], [3, 3]], np.float32)}
+    trace = load_trace(write(tmp_path / "w.npz", **arrays))
+    assert trace.scores is not None
+    assert trace.scores.tolist() == [[0.25, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "found"),
+    [
+        ({"0.o": np.zeros((2, 2))}, r"array '0.o' of float64\[2, 2\]"),
+        ({"0.o": np.zeros(3, np.int16)}, r"array '0.o' of int16\[3\]"),
+        ({"0.o": np.full((1, 1), -1)}, "array '0.o'"),
+        ({"0.o": np.zeros((2, 1), int), "1.o": np.zeros((3, 1), int)}, r"sources of \[2, 3\] steps"),
+        ({"0.o": np.zeros((2, 1), int), "s0.o": np.zeros((2, 2))}, r"scores \[2, 2\] for '0.o'"),
+        ({}, r"sources of \[\] steps"),
+    ],
+)
+def test_other_arrays_are_refused(tmp_path: Path, arrays: dict[str, Any], found: str) -> None:
+    with pytest.raises(InputError, match=found):
+        load_trace(write(tmp_path / "t.npz", **arrays))
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.npz").write_text("no archive")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    for name in ("text.npz", "one.npy", "absent.npz"):
+        with pytest.raises(InputError, match=name):
+            load_trace(tmp_path / name)
