@@ -1,0 +1,108 @@
+"""What a decision of each replacement policy costs, against exact LRU's in the same run.
+
+    PYTHONSAFEPATH=1 PYTHONPATH=.importroot python bench/policies.py [--slots 1048576] [--json]
+
+A cache of --slots slots is filled from a stream of keys, then rounds of all policies are interleaved over the same
+further requests; the fastest round of each counts. A request is a directory look-up and what the policy is asked:
+``touch`` for a hit; ``requested``, ``candidate``, ``admit``, ``remove`` and ``insert`` for a miss. Uniform: twice as
+many keys as slots; Zipf: exponent 1 over four times as many, ranks shuffled.
+"""
+
+import argparse
+import json
+import time
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from strataflux.cache_policy.policies import POLICIES
+
+STEP = 16384  # requests with one clock value
+
+
+def requests(insert, candidate, touch, remove, admit, requested, s, keys, clock, directory, held):  # type: ignore[no-untyped-def]
+    hits = 0
+    for at in range(len(keys)):
+        key, now = keys[at], clock + at // STEP
+        slot = directory[key]
+        if slot >= 0:
+            touch(s, slot, now, 0)
+            hits += 1
+            continue
+        requested(s, key, 0, now)
+        slot = candidate(s, 0)
+        if not admit(s, key, 0, 0, now):
+            continue
+        directory[held[slot]] = -1
+        remove(s, slot, True)
+        insert(s, slot, 0, key, now, 0)
+        directory[key], held[slot] = slot, key
+    return hits
+
+
+def streams(rng: np.random.Generator, slots: int, count: int) -> dict[str, NDArray[np.int64]]:
+    keys = rng.permutation(4 * slots)
+    ranks = np.minimum((4.0 * slots) ** rng.random(count), 4 * slots - 1).astype(np.int64)
+    return {"uniform": rng.integers(0, 2 * slots, count), "zipf": keys[ranks]}
+
+
+def fill(name: str, stream: NDArray[np.int64], slots: int) -> tuple[Any, NDArray[np.int64], NDArray[np.int64]]:
+    """The policy's state after its first ``slots`` distinct keys, its directory and what each slot holds."""
+    policy = POLICIES[name]
+    state = policy.make_state(slots, 1, 4 * slots)
+    directory = np.full(4 * slots, -1, np.int64)
+    _, first = np.unique(stream, return_index=True)
+    distinct = stream[np.sort(first)][:slots]
+    held = np.concatenate([distinct, np.setdiff1d(np.arange(4 * slots), distinct)[: slots - len(distinct)]])
+    for slot, key in enumerate(held.tolist()):
+        policy.requested(state, key, 0, 1)
+        policy.insert(state, slot, 0, key, 1, 0)
+    directory[held] = np.arange(slots)
+    return state, directory, held
+
+
+def measure(slots: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
+    replay: Any = numba.njit(**options)(requests)
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for kind, stream in streams(np.random.default_rng(0), slots, (rounds + 3) * slots).items():
+        best: dict[str, float] = {}
+        hits: dict[str, int] = {}
+        caches = {name: fill(name, stream, slots) for name in POLICIES}
+        for part in range(rounds + 3):
+            keys = stream[part * slots : (part + 1) * slots]
+            for name, (state, directory, held) in caches.items():
+                p = POLICIES[name]
+                calls = (p.insert, p.candidate, p.touch, p.remove, p.admit, p.requested)
+                start = time.thread_time_ns()
+                hits[name] = replay(*calls, state, keys, 2 + part * (slots // STEP + 1), directory, held)
+                took = (time.thread_time_ns() - start) / len(keys)
+                if part >= 3:  # two parts to wear the cache in, one that compiles
+                    best[name] = min(best.get(name, took), took)
+        results[kind] = {
+            name: {"nanoseconds": best[name], "ratio_to_lru": best[name] / best["lru"], "hit_rate": hits[name] / slots}
+            for name in POLICIES
+        }
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--slots", type=int, default=1 << 20)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    results = measure(options.slots, options.rounds)
+    if options.json:
+        print(json.dumps(results))
+        return
+    for kind, rows in results.items():
+        for name, row in rows.items():
+            values = f"{row['nanoseconds']:6.0f} ns {row['ratio_to_lru']:5.2f} x lru, hit rate {row['hit_rate']:.3f}"
+            print(f"{kind:8} {name:8} {values}")
+
+
+if __name__ == "__main__":
+    main()
