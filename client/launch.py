@@ -65,6 +65,7 @@ class PrivateDaemon:
         stores: Sequence[Path],
         *,
         weight_cache_bytes: int,
+        kv_cache_bytes: int = 0,
         options: Sequence[str] = (),
         start_seconds: float = 600.0,
         stop_seconds: float = 20.0,
@@ -74,6 +75,7 @@ class PrivateDaemon:
         Args:
             stores: folders to serve.
             weight_cache_bytes: its RAM for weight records; raised to the daemon's least, 1 MiB.
+            kv_cache_bytes: its RAM for KV records and for writing them, raised likewise.
             options: more of the daemon's flags.
             start_seconds: the most to wait for READY. The first start of all compiles, which takes a minute or more.
             stop_seconds: the most to wait for its end before it is killed.
@@ -81,7 +83,7 @@ class PrivateDaemon:
         # fixed after construction
         self._arguments = [
             f"--weight-cache={max(weight_cache_bytes, _LEAST_CACHE_BYTES)}",
-            f"--kv-cache={_LEAST_CACHE_BYTES}",
+            f"--kv-cache={max(kv_cache_bytes, _LEAST_CACHE_BYTES)}",
             "--log-level=warning",
             *(f"--store={store.absolute()}" for store in stores),
             *options,

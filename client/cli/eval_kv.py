@@ -85,11 +85,12 @@ def _daemon(command: KvCommand, weights: "DecoderWeights") -> Iterator[Path]:
         yield command.runtime_dir
         return
     from strataflux.client.launch import PrivateDaemon
+    from strataflux.client.prepare.prepared import MANIFEST, STORE
 
     options, config = command.options, weights.config
     slots = parse_cache(command.kv_cache, options.slots_of(config, command.context), "--kv-cache")
-    kv_bytes = options.daemon_bytes(config, slots)
-    daemon = PrivateDaemon([], weight_cache_bytes=0, options=[f"--kv-cache={kv_bytes}"])
+    stores = [command.model / STORE] if (command.model / MANIFEST).exists() else []
+    daemon = PrivateDaemon(stores, weight_cache_bytes=0, kv_cache_bytes=options.daemon_bytes(config, slots))
     with progress("starting a daemon (its first start compiles)"):
         daemon.start()
     try:
