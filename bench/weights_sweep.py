@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -68,7 +68,7 @@ class Model:
     def add(self, index: int, exact: LayerWeights, matrices: Mapping[str, QuantizedMatrix]) -> None:
         low = {name: matrix.dequantized() for name, matrix in matrices.items()}
         self.exact[index] = exact
-        self.low[index] = LayerWeights(exact.attention_norm, exact.mlp_norm, low)
+        self.low[index] = replace(exact, projections=low)
         self.bits += [(matrix.bits_per_weight, low[name].numel()) for name, matrix in matrices.items()]
 
     @property

@@ -29,6 +29,9 @@ _PARTS = {
 }
 
 
+_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+
+
 class HfSource:
     """A folder of safetensors files, mapped; tensors are read when asked for."""
 
@@ -36,12 +39,12 @@ class HfSource:
         """Read the configuration of ``folder`` and find which file holds which tensor."""
         self.path = folder
         self._json = _read_json(folder / "config.json")
-        if self._json.get("architectures") != ["LlamaForCausalLM"]:
+        if self._json.get("architectures") not in [[name] for name in _ARCHITECTURES]:
             raise UnsupportedModel(
                 folder / "config.json",
                 f"architectures = {self._json.get('architectures')}",
-                "['LlamaForCausalLM']",
-                "use a Llama-architecture model",
+                f"one of {', '.join(_ARCHITECTURES)}",
+                "use a Llama- or Qwen3-architecture model",
             )
         for name in ("attention_bias", "mlp_bias"):
             if self._json.get(name):
@@ -69,6 +72,7 @@ class HfSource:
                 norm_epsilon=float(self._setting("rms_norm_eps")),
                 tied_head=bool(self._json.get("tie_word_embeddings", False)),
                 rope_divisors=self._rope_divisors(rope, head_dim, theta),
+                architecture=_ARCHITECTURES[self._json["architectures"][0]],
             )
         except ModelConfigError as error:
             raise DamagedModel(
@@ -95,7 +99,11 @@ class HfSource:
             self._tensor(f"{prefix}{name}.weight", (self.config.hidden,))
             for name in ("input_layernorm", "post_attention_layernorm")
         ]
-        return fused_layer((norms[0], norms[1]), parts)
+        if not self.config.head_norms:
+            return fused_layer((norms[0], norms[1]), parts)
+        shape = (self.config.head_dim,)
+        queries, keys = (self._tensor(f"{prefix}self_attn.{name}_norm.weight", shape) for name in "qk")
+        return fused_layer((norms[0], norms[1]), parts, (queries, keys))
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer in ``tokenizer.json``."""

@@ -10,7 +10,7 @@ from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.prepare.residual import residual_codes, residual_scales
 from strataflux.client.prepare.source import ModelSource
 from strataflux.client.prepare.stages import Stages
-from strataflux.client.runtime.models import SETS
+from strataflux.client.runtime.models import SETS, LayerWeights
 from strataflux.kernels.codebook import pack_planes
 from strataflux.kernels.lowbit import pack_codes
 
@@ -36,7 +36,7 @@ class StreamedLayers:
     def resident(self, index: int) -> dict[str, Tensor]:
         """See :class:`LayerMaker`."""
         layer = self._source.layer(index)
-        tensors = {"attention_norm": layer.attention_norm, "mlp_norm": layer.mlp_norm}
+        tensors = _norms(layer)
         for name in SETS:
             weight = layer.projections[name]
             low = quantize_rtn(f"layers.{index}.{name}", weight, self._base)
@@ -59,7 +59,7 @@ class StagedLayers:
     def resident(self, index: int) -> dict[str, Tensor]:
         """See :class:`LayerMaker`."""
         exact, refinement = self._stages.exact(index), self._stages.refinement(index)
-        tensors = {"attention_norm": exact.attention_norm, "mlp_norm": exact.mlp_norm}
+        tensors = _norms(exact)
         for name, matrix in self._stages.matrices(index).items():
             packed = _packed(matrix) | {"refinement_scales": refinement[name][1]}
             tensors |= {f"{name}.{part}": tensor for part, tensor in packed.items()}
@@ -68,6 +68,12 @@ class StagedLayers:
     def codes(self, index: int, _resident: PreparedModel) -> dict[str, Tensor]:
         """See :class:`LayerMaker`."""
         return {name: codes for name, (codes, _) in self._stages.refinement(index).items()}
+
+
+def _norms(layer: LayerWeights) -> dict[str, Tensor]:
+    heads = {"query_norm": layer.query_norm, "key_norm": layer.key_norm}
+    present = {name: norm for name, norm in heads.items() if norm is not None}
+    return {"attention_norm": layer.attention_norm, "mlp_norm": layer.mlp_norm, **present}
 
 
 def _packed(matrix: GroupedCodes | CodebookCodes) -> dict[str, Tensor]:

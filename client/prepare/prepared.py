@@ -146,6 +146,8 @@ class PreparedModel:
             attention_norm=self._tensor(f"layers.{index}.attention_norm"),
             mlp_norm=self._tensor(f"layers.{index}.mlp_norm"),
             projections={name: self._projection(index, name) for name in SETS},
+            query_norm=self._tensor(f"layers.{index}.query_norm") if self.config.head_norms else None,
+            key_norm=self._tensor(f"layers.{index}.key_norm") if self.config.head_norms else None,
         )
 
     def refinement_scales(self, layer: int, set_name: str) -> Tensor:
@@ -210,8 +212,11 @@ def resident_tensors(config: ModelConfig, bits: int, group: int) -> dict[str, Te
     tensors: dict[str, TensorShape] = {"embedding": vocabulary, "norm": norm}
     if not config.tied_head:
         tensors["head"] = vocabulary
+    head_norm = (torch.float32, (config.head_dim,))
     for layer in range(config.layers):
         tensors |= {f"layers.{layer}.attention_norm": norm, f"layers.{layer}.mlp_norm": norm}
+        if config.head_norms:
+            tensors |= {f"layers.{layer}.query_norm": head_norm, f"layers.{layer}.key_norm": head_norm}
         for name in SETS:
             outputs, inputs = config.set_shape(name)
             prefix = f"layers.{layer}.{name}."

@@ -74,7 +74,9 @@ def require_tensor(subject: str, tensor: Tensor, shape: tuple[int, ...]) -> Tens
     return tensor
 
 
-def fused_layer(norms: tuple[Tensor, Tensor], parts: dict[str, Tensor]) -> LayerWeights:
+def fused_layer(
+    norms: tuple[Tensor, Tensor], parts: dict[str, Tensor], head_norms: tuple[Tensor, Tensor] | None = None
+) -> LayerWeights:
     """One layer of separate matrices ``q k v o gate up down`` with its projection sets fused along
     outputs.
     """
@@ -87,6 +89,8 @@ def fused_layer(norms: tuple[Tensor, Tensor], parts: dict[str, Tensor]) -> Layer
             "gate_up": torch.cat((parts["gate"], parts["up"])),
             "down": parts["down"],
         },
+        query_norm=head_norms[0] if head_norms else None,
+        key_norm=head_norms[1] if head_norms else None,
     )
 
 

@@ -4,6 +4,7 @@ Each stage keeps what it made of a layer in the work folder; what is there is no
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -133,9 +134,8 @@ class Stages:
         # The layer's refinement is saved after its state, so an interruption between them repeats the layer.
         states, k, config = self._work.states("refined"), self._settings.k, self._source.config
         exact, matrices = self.exact(index), self.matrices(index)
-        low = LayerWeights(
-            exact.attention_norm, exact.mlp_norm, {name: matrices[name].dequantized() for name in SETS}
-        ).to(self._device)
+        dequantized = {name: matrices[name].dequantized() for name in SETS}
+        low = replace(exact, projections=dequantized).to(self._device)
         turns = self._calibration("refined").turns(config)
         run = FitRun(config, turns, (k,), k, settings.multipliers, settings.multiplier is None)
         on_device = {name: residual.to(self._device) for name, residual in residuals.items()}

@@ -6,13 +6,14 @@ Prefill and the evaluation of low-bit caches differ in ``attend``.
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from strataflux.client.runtime.models import LayerWeights, ModelConfig
 from strataflux.client.runtime.rope import rotate
 
-__all__ = ["Attend", "Project", "attend_causally", "mix_heads", "run_block"]
+__all__ = ["Attend", "Project", "attend_causally", "mix_heads", "norm_heads", "run_block"]
 
 Project = Callable[[str, Tensor], Tensor]
 """Outputs [..., outputs] of the projection set with this name for its input [..., inputs]."""
@@ -48,15 +49,27 @@ def run_block(
     """
     shape, epsilon = (config.hidden,), config.norm_epsilon
     x = rms_norm(hidden, shape, layer.attention_norm, epsilon)
-    hidden = hidden + project("o", mix_heads(config, project("qkv", x), turns, attend))
+    hidden = hidden + project("o", mix_heads(config, layer, project("qkv", x), turns, attend))
     x = rms_norm(hidden, shape, layer.mlp_norm, epsilon)
     gate, up = project("gate_up", x).chunk(2, -1)
     return hidden + project("down", silu(gate) * up)
 
 
-def mix_heads(config: ModelConfig, qkv: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+def norm_heads(config: ModelConfig, layer: LayerWeights, heads: Tensor) -> Tensor:
+    """``heads`` [..., query, key and value heads, head_dim] with queries and keys normed if the model does that."""
+    if layer.query_norm is None or layer.key_norm is None:
+        return heads
+    queries, keys, values = heads.split((config.heads, config.kv_heads, config.kv_heads), -2)  # type: ignore[no-untyped-call]
+    shape, epsilon = (config.head_dim,), config.norm_epsilon
+    queries = rms_norm(queries, shape, layer.query_norm, epsilon)
+    return torch.cat((queries, rms_norm(keys, shape, layer.key_norm, epsilon), values), -2)
+
+
+def mix_heads(
+    config: ModelConfig, layer: LayerWeights, qkv: Tensor, turns: tuple[Tensor, Tensor], attend: Attend
+) -> Tensor:
     """The heads' mixed values [sequences, n, heads · head_dim] of queries, keys and values [sequences, n, rows]."""
-    heads = qkv.view(*qkv.shape[:-1], -1, config.head_dim)
+    heads = norm_heads(config, layer, qkv.view(*qkv.shape[:-1], -1, config.head_dim))
     turned = rotate(heads[..., : -config.kv_heads, :], turns[0][:, None], turns[1][:, None]).transpose(1, 2)
     values = heads[..., -config.kv_heads :, :].transpose(1, 2)
     queries, keys = turned[:, : config.heads], turned[:, config.heads :]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
 from strataflux.client.errors import MisuseError
-from strataflux.client.runtime.block import attend_causally, run_block
+from strataflux.client.runtime.block import attend_causally, norm_heads, run_block
 from strataflux.client.runtime.cache import ExactCache, KvCache
 from strataflux.client.runtime.models import SETS, DecoderWeights, LayerWeights
 from strataflux.client.runtime.rope import rotary_table, rotate
@@ -140,7 +140,7 @@ class Decoder:
     def _attend(self, layer: int, qkv: Tensor) -> Tensor:
         """The heads' mixed values [heads · head_dim]; appends this position's key and value."""
         config, now = self.weights.config, self.position
-        heads = qkv.view(-1, config.head_dim)
+        heads = norm_heads(config, self.weights.layers[layer], qkv.view(-1, config.head_dim))
         turned = rotate(heads[: -config.kv_heads], self._cosine[now], self._sine[now])
         return self.cache.attend(layer, turned[: config.heads], turned[config.heads :], heads[-config.kv_heads :])
 

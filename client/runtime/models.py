@@ -56,11 +56,12 @@ class ModelConfig:
     rope_divisors: tuple[float, ...] = ()
     """What each rotary frequency is divided by (head_dim / 2 numbers); empty: all by one."""
     architecture: str = "llama"
+    """``llama``, or ``qwen3``: the same with a norm of each query and key head before it is turned."""
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "context"):
             self._require(isinstance(getattr(self, name), int) and getattr(self, name) > 0, name, "a positive integer")
-        self._require(self.architecture == "llama", "architecture", "'llama'")
+        self._require(self.architecture in ("llama", "qwen3"), "architecture", "'llama' or 'qwen3'")
         self._require(self.heads % self.kv_heads == 0, "heads", f"a multiple of kv_heads = {self.kv_heads}")
         self._require(self.head_dim % 2 == 0, "head_dim", "an even number")
         for name in ("rope_theta", "norm_epsilon"):
@@ -75,6 +76,11 @@ class ModelConfig:
     def _require(self, holds: bool, name: str, expected: str) -> None:
         if not holds:
             raise ModelConfigError(f"model configuration: {name} is {getattr(self, name)!r}; expected {expected}")
+
+    @property
+    def head_norms(self) -> bool:
+        """Whether query and key heads are normed."""
+        return self.architecture == "qwen3"
 
     def set_shape(self, name: str) -> tuple[int, int]:
         """(outputs, inputs) of a projection set."""
@@ -111,11 +117,16 @@ class LayerWeights:
     attention_norm: Tensor
     mlp_norm: Tensor
     projections: Mapping[str, Tensor]
+    query_norm: Tensor | None = None
+    """[head_dim], shared by all query heads; only with :attr:`ModelConfig.head_norms`."""
+    key_norm: Tensor | None = None
+    """[head_dim], shared by all key heads; likewise."""
 
     def to(self, device: torch.device) -> "LayerWeights":
         """The same layer on ``device``."""
         matrices = {name: matrix.to(device) for name, matrix in self.projections.items()}
-        return LayerWeights(self.attention_norm.to(device), self.mlp_norm.to(device), matrices)
+        norms = [None if norm is None else norm.to(device) for norm in (self.query_norm, self.key_norm)]
+        return LayerWeights(self.attention_norm.to(device), self.mlp_norm.to(device), matrices, *norms)
 
 
 class WeightSource(Protocol):

@@ -73,7 +73,8 @@ def run_shifted(
     """
     run = _Run(config, shift, refinement, hidden, 2 * len(layers))
     for index, layer in enumerate(layers):
-        run.write(index, "o", mix_heads(config, run.read(index, "qkv", layer.attention_norm), turns, attend_causally))
+        qkv = run.read(index, "qkv", layer.attention_norm)
+        run.write(index, "o", mix_heads(config, layer, qkv, turns, attend_causally))
         gate, up = run.read(index, "gate_up", layer.mlp_norm).chunk(2, -1)
         run.write(index, "down", silu(gate) * up)
     return run.stream[-1]

@@ -107,7 +107,8 @@ def fold_scales(config: ModelConfig, layer: LayerWeights, scales: Mapping[str, T
     by_head = scales["o"].view(config.kv_heads, -1, config.head_dim)
     matrices["qkv"][-keys:] /= by_head[:, 0].reshape(-1, 1)
     matrices["gate_up"][config.intermediate :] /= scales["down"][:, None]
-    return LayerWeights(layer.attention_norm / scales["qkv"], layer.mlp_norm / scales["gate_up"], matrices)
+    attention_norm, mlp_norm = layer.attention_norm / scales["qkv"], layer.mlp_norm / scales["gate_up"]
+    return replace(layer, attention_norm=attention_norm, mlp_norm=mlp_norm, projections=matrices)
 
 
 def _shared(config: ModelConfig, inputs: Mapping[str, InputStatistics]) -> dict[str, InputStatistics]:

@@ -47,7 +47,10 @@ class TinySource:
         return self.tensor(f"{index}.norm.attention", hidden), self.tensor(f"{index}.norm.of.mlp", hidden)
 
     def layer(self, index: int) -> LayerWeights:
-        return fused_layer(self.norms(index), self.parts(index))
+        if not self.config.head_norms:
+            return fused_layer(self.norms(index), self.parts(index))
+        heads = (self.tensor(f"{index}.norm.{name}", self.config.head_dim) for name in ("queries", "keys"))
+        return fused_layer(self.norms(index), self.parts(index), (next(heads), next(heads)))
 
     def tokenizer(self) -> Tokenizer:
         return tokenizer_from_gguf("tiny", self.tokenizer_metadata())

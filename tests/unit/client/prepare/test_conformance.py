@@ -9,6 +9,7 @@ import torch
 
 from strataflux.client.errors import MisuseError
 from strataflux.client.evaluate.dense import DenseModel, dense_reference, dense_score
+from strataflux.client.evaluate.scoring import score
 from strataflux.client.prepare.bases.awq import AwqSettings
 from strataflux.client.prepare.bases.lnq import LnqSettings
 from strataflux.client.prepare.bases.rtn import RtnSettings
@@ -17,9 +18,12 @@ from strataflux.client.prepare.errors import DamagedModel
 from strataflux.client.prepare.prepared import open_prepared
 from strataflux.client.prepare.refinement import read_refinement
 from strataflux.client.prepare.settings import BASES, FitSettings, PrepareSettings, base_settings
+from strataflux.client.prepare.source import open_source
 from strataflux.client.prepare.verify import verify_prepared
 from strataflux.client.prepare.write import prepare, prepare_steps
+from strataflux.client.runtime.decoder import Decoder
 from strataflux.client.runtime.models import SETS, DecoderWeights
+from tests.unit.client.prepare.test_sources import hf_tensors, write_hf
 
 TOKENS = torch.randint(0, 250, (8, 16), generator=torch.Generator().manual_seed(0))
 SCORED = torch.randint(0, 250, (40,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -47,6 +51,38 @@ def tiny_source(tiny_source: Any) -> Any:
 def settings(request: pytest.FixtureRequest) -> PrepareSettings:
     found: PrepareSettings = request.param
     return found
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "written"),
+    [({"architecture": "qwen3", "head_dim": 32, "heads": 6}, {}), ({"tied_head": False}, {"rope_scaling": LLAMA3})],
+    ids=["qwen3", "llama3"],
+)
+def test_other_models_are_prepared_from_their_folders(
+    tmp_path: Path, tiny_source: Any, settings: PrepareSettings, changes: dict[str, Any], written: dict[str, Any]
+) -> None:
+    source = tiny_source.with_config(**changes)
+    write_hf(tmp_path / "m", source, hf_tensors(source), **written)
+    read = open_source(tmp_path / "m")
+    assert read.config.architecture == source.config.architecture
+    assert bool(read.config.rope_divisors) == bool(written)
+    model = prepare(read, tmp_path / "p", settings)
+    verify_prepared(open_prepared(tmp_path / "p"))
+    exact, low, values = DecoderWeights.read(read), DecoderWeights.read(model), list(read_refinement(model))
+    reference = dense_reference(exact, SCORED)
+    refined = dense_score(DenseModel(low, values, dict.fromkeys(SETS, 512)), reference).kl
+    assert settings.fit or refined < dense_score(DenseModel(low), reference).kl
+    stepped = score(Decoder(low, len(SCORED)).step, reference)
+    assert stepped.kl == pytest.approx(dense_score(DenseModel(low), reference).kl, abs=1e-4)
 
 
 def test_every_base_is_listed() -> None:

@@ -92,13 +92,20 @@ def hf_tensors(source: Any) -> Tensors:
         tensors |= {f"{prefix}{HF_PARTS[part]}.weight": weight for part, weight in source.parts(index).items()}
         names = (f"{prefix}input_layernorm.weight", f"{prefix}post_attention_layernorm.weight")
         tensors |= dict(zip(names, source.norms(index), strict=True))
+        layer = source.layer(index)
+        if layer.query_norm is not None:
+            tensors |= {
+                f"{prefix}self_attn.q_norm.weight": layer.query_norm,
+                f"{prefix}self_attn.k_norm.weight": layer.key_norm,
+            }
     return tensors
 
 
 def hf_config(source: Any) -> dict[str, Any]:
     config = source.config
     return {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": ["Qwen3ForCausalLM" if config.head_norms else "LlamaForCausalLM"],
+        "head_dim": config.head_dim,
         "vocab_size": config.vocabulary,
         "hidden_size": config.hidden,
         "intermediate_size": config.intermediate,

@@ -49,7 +49,7 @@ def by_definition(model: DenseModel, shift: dict[str, float]) -> Tensor:
         )
         y = linear(x, layer.projections[reads]) + linear(x * largest_mask(early, K), values[reads])
         gate, up = y.chunk(2, -1)
-        h = silu(gate) * up if at % 2 else mix_heads(config, y, turns, attend_causally)
+        h = silu(gate) * up if at % 2 else mix_heads(config, layer, y, turns, attend_causally)
         additions[at + 1].append(linear(h, layer.projections[writes]))
         late = min(last, at + 1 + round(2 * shift[writes]))
         additions[late].append(linear(h * largest_mask(h, K), values[writes]))
