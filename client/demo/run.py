@@ -1,4 +1,4 @@
-"""Score one text four ways, each with a sentence of its own, and look at what is left afterwards.
+"""Score one text five ways, each with a sentence of its own, and look at what is left afterwards.
 
 Each refined row has its own daemon, started for it: both begin with an empty cache, and bytes read are of one row.
 """
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Final, Protocol
 
 from tokenizers import Tokenizer
@@ -18,6 +19,7 @@ from strataflux.client.evaluate.compare import Row, cut_windows, reference_of, s
 from strataflux.client.evaluate.run import refined_row
 from strataflux.client.evaluate.scoring import Reference, score
 from strataflux.client.evaluate.text import python_prose
+from strataflux.client.kv_options import KvOptions
 from strataflux.client.launch import PrivateDaemon
 from strataflux.client.leftovers import Leftovers
 from strataflux.client.prepare.prepared import PreparedModel
@@ -50,6 +52,8 @@ class DemoSettings:
     cache_share: float = 0.25
     """Of the store's records, as slots of the cache."""
     wait_seconds: float = 0.5
+    kv: KvOptions = KvOptions(2, 2, fraction=Fraction(1, 16))  # noqa: RUF009 (immutable)
+    """Of the row that has a low-bit KV cache, too. The text is short, so the share of groups is a large one."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class Demo:
     sentences: dict[str, str]
     sessions: dict[str, SessionStats]
     """What each refined row's session counted while the text was scored."""
+    kv: KvOptions
+    kv_cache_bytes: int
     cache_bytes: int
     store_bytes: int
     leftovers: Leftovers
@@ -77,10 +83,13 @@ def run_demo(source: ModelSource, prepared: PreparedModel, settings: DemoSetting
     run.score_base()
     run.score_refined("refined_skip", Skip())
     run.score_refined("refined_wait", Wait(settings.wait_seconds))
+    run.score_refined("refined_kv", Skip(), settings.kv)
     return Demo(
         rows=run.rows,
         sentences=run.sentences,
         sessions=run.sessions,
+        kv=settings.kv,
+        kv_cache_bytes=run.kv_cache_bytes,
         cache_bytes=run.cache_bytes,
         store_bytes=store_slot_bytes(prepared.config),
         leftovers=run.leftovers,
@@ -98,6 +107,7 @@ class _Run:
         self._progress = progress
         self._tokenizer: Tokenizer = prepared.tokenizer()
         self.cache_bytes = round(settings.cache_share * store_slot_bytes(prepared.config))
+        self.kv_cache_bytes = round(settings.cache_share * settings.kv.slots_of(prepared.config, settings.tokens))
         # grown row by row
         self._reference: Reference
         self._weights: DecoderWeights
@@ -125,23 +135,27 @@ class _Run:
             self._add_unrefined("base", self._weights, Row(score_unrefined(self._weights, self._reference)))
         self.seconds["base"] = time.monotonic() - started
 
-    def score_refined(self, name: str, miss: MissPolicy) -> None:
+    def score_refined(self, name: str, miss: MissPolicy, kv: KvOptions | None = None) -> None:
         started = time.monotonic()
-        daemon = PrivateDaemon([self._prepared.store], weight_cache_bytes=self.cache_bytes)
+        daemon = PrivateDaemon(
+            [self._prepared.store],
+            weight_cache_bytes=self.cache_bytes,
+            kv_cache_bytes=0 if kv is None else kv.daemon_bytes(self._prepared.config, self.kv_cache_bytes),
+        )
         with self._progress("starting a daemon (its first start compiles)"):
             daemon.start()
         try:
-            self._refine(name, miss, daemon)
+            self._refine(name, miss, daemon, kv)
         finally:
             self.leftovers += daemon.stop()
         self.seconds[name] = time.monotonic() - started
 
-    def _refine(self, name: str, miss: MissPolicy, daemon: PrivateDaemon) -> None:
+    def _refine(self, name: str, miss: MissPolicy, daemon: PrivateDaemon, kv: KvOptions | None) -> None:
         where, tokens = daemon.runtime_dir, self._settings.tokens
         attached = RefinedModel.attach(
-            self._prepared, self._weights, context=tokens, runtime_dir=where, k=self._settings.k, miss=miss
+            self._prepared, self._weights, context=tokens, runtime_dir=where, k=self._settings.k, miss=miss, kv=kv
         )
-        label = f"scoring {tokens} tokens, misses: {str(miss).partition(':')[0]}"
+        label = f"scoring {tokens} tokens, misses: {str(miss).partition(':')[0]}{'' if kv is None else ', low-bit KV'}"
         with (
             attached as model,
             Control(where) as control,

@@ -41,6 +41,8 @@ class Row:
     """Look-ups that were hits, of all; a record that was waited for counts as a miss."""
     bytes_read: int | None = None
     """Read from the store by the daemon meanwhile."""
+    kv_hit_rate: float | None = None
+    """The same of KV groups; None with an exact KV cache."""
 
     @property
     def kl(self) -> float | None:
@@ -63,6 +65,7 @@ class Row:
             "kl_without_first_64": self.kl_without_first_64,
             "tokens_per_second": self.tokens_per_second,
             "weight_hit_rate": self.weight_hit_rate,
+            "kv_hit_rate": self.kv_hit_rate,
             "bytes_read": self.bytes_read,
         }
 

@@ -83,10 +83,12 @@ def evaluate(
 def refined_row(result: Score, model: RefinedModel, bytes_read: int, *, compared: bool = True) -> Row:
     """The row of what ``model`` decoded until now."""
     stats = model.stats()
+    lookups, hits = stats.lookups - stats.kv_lookups, stats.hits - stats.kv_hits
     return Row(
         result,
         compared,
         tokens_per_second=model.steps / model.seconds,
-        weight_hit_rate=stats.hits / stats.lookups if stats.lookups else 0.0,
+        weight_hit_rate=hits / lookups if lookups else 0.0,
         bytes_read=bytes_read,
+        kv_hit_rate=None if model.kv is None else model.kv.statistics().hit_rate,
     )

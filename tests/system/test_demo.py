@@ -122,6 +122,11 @@ def test_demo(place: Place) -> None:
         assert row["sentence"]
         assert (row["steps_invalid"], row["deadlines_exceeded"]) == (0, 0)
     assert first["refined_wait"]["waits"] > first["refined_skip"]["waits"] == 0
+    kv = first["refined_kv"]
+    assert 0 < kv["kl"] < first["base"]["kl"]
+    assert 0 < kv["weight_hit_rate"] < 1
+    assert 0 < kv["kv_hit_rate"] <= 1
+    assert (kv["steps_invalid"], first["refined_skip"]["kv_hit_rate"]) == (0, None)
     assert (first["tokens"], first["k"]) == (512, 32)
     assert first["engine"] in ("uring", "threads")
     assert first["direct_io"] in ("direct", "buffered")
