@@ -28,8 +28,8 @@ _FACTS = {
     "reference_is": "the dequantized Q4_1 weights of the model file",
     "misses": "skip keeps the low-bit weights for what is not in the cache; wait sleeps until it is, for half a second "
     "at most, and its hit rate counts as missed what was waited for",
-    "kv": "the last row keeps its KV cache in 2 bits, too, but for the first 128 and the newest 1 to 128 tokens; one in "
-    "16 of its groups of 4 tokens gets 4 more bits. The other rows' KV caches are exact",
+    "kv": "the last row keeps its KV cache in 2 bits, too, but for the first 128 and the newest 1 to 128 tokens, and "
+    "gives 4 more bits to one in 16 of its groups of 4 tokens; the other rows' KV caches are exact",
     "caches": "each refined row has a daemon of its own, whose cache is empty at the first token",
     "speeds": "tokens/s are of token-by-token steps: of the whole text for refined rows, of the sentence for the "
     "others, whose text is scored in one pass",
