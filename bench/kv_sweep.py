@@ -1,8 +1,10 @@
 """The accuracy of a low-bit KV cache by bits, fraction and group size, as if no refinement ever missed.
 
-    PYTHONSAFEPATH=1 PYTHONPATH=.importroot python bench/kv_sweep.py MODEL.gguf TEXT.txt --device cuda
+    PYTHONSAFEPATH=1 PYTHONPATH=.importroot python bench/kv_sweep.py \
+        --model SmolLM2-135M-Instruct.Q4_1.gguf --text moby-dick.txt --device cuda
 
-Needs torch and what opens the model (gguf and tokenizers, or safetensors); no daemon, no compiler. Windows start at
+Needs torch and what opens the model (gguf and tokenizers, or safetensors); no daemon, no compiler. ``--model`` also
+takes the parts that ``pack_model.py`` makes of a file. Windows start at
 given tokens of the text; all but the last 256 of each are prefilled, those are scored against the same model with a
 float16 cache. Writes one JSON object to --out, or to stdout; the table goes to stderr.
 """
@@ -10,6 +12,7 @@ float16 cache. Writes one JSON object to --out, or to stdout; the table goes to 
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +24,7 @@ import torch
 
 from strataflux.client.evaluate.kv import DenseKv, Prefilled, prefill, score_exact, score_low_bit
 from strataflux.client.evaluate.scoring import Reference, Score
-from strataflux.client.prepare.source import open_source
+from strataflux.client.prepare.source import ModelSource, open_source
 from strataflux.client.runtime.models import DecoderWeights, LayerWeights
 from strataflux.kernels.kv_encode import KvFormat
 
@@ -50,8 +53,9 @@ SWEEP: dict[tuple[str, str, bool], list[tuple[Fraction, int]]] = {
 
 def main() -> None:
     options = parse()
-    source = open_source(options.model)
-    weights = on_device(DecoderWeights.read(source), options.device)
+    with tempfile.TemporaryDirectory() as folder:
+        source = open_model(options.model, Path(folder))
+        weights = on_device(DecoderWeights.read(source), options.device)
     tokens = source.tokenizer().encode(options.text.read_text(encoding="utf-8"), add_special_tokens=False).ids
     scores: dict[str, list[Score]] = {}
     for start in options.starts:
@@ -68,14 +72,24 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("text", type=Path)
+    parser.add_argument("--model", type=Path, nargs="+", required=True, help="a .gguf file, its parts, or a folder")
+    parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--starts", type=integers, default=(5000, 60_000, 120_000, 180_000))
     parser.add_argument("--only", type=lambda text: text.split(","), default=None, help="resident bits, as 2/2,3/2")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
+
+
+def open_model(parts: Sequence[Path], folder: Path) -> ModelSource:
+    if len(parts) == 1:
+        return open_source(parts[0])
+    joined = folder / "model.gguf"
+    with joined.open("wb") as whole:
+        for part in parts:
+            whole.write(part.read_bytes())
+    return open_source(joined)
 
 
 def integers(text: str) -> tuple[int, ...]:
