@@ -56,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = open_model(options.model, Path(folder))
         weights = on_device(DecoderWeights.read(source), options.device)
-    tokens = source.tokenizer().encode(options.text.read_text(encoding="utf-8"), add_special_tokens=False).ids
+        tokens = source.tokenizer().encode(options.text.read_text(encoding="utf-8"), add_special_tokens=False).ids
     scores: dict[str, list[Score]] = {}
     for start in options.starts:
         began = time.perf_counter()
