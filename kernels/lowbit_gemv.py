@@ -69,12 +69,13 @@ class LowbitWeights(NamedTuple):
 
 class Plan(NamedTuple):
     """How the fast path spreads a product: tiles of 16 rows a block, warps that share a block's strips, strips a warp
-    has in flight.
+    has in flight; and whether it may start, and fetch its first weights, while the kernel before it still runs.
     """
 
     tiles: int
     warps: int
     depth: int
+    early: bool = True
 
 
 def pack_scaled(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int) -> LowbitWeights:
@@ -265,7 +266,7 @@ def _launch(weights: LowbitWeights, x: Tensor, y: Tensor, add: bool, plan: Plan)
     function = load_function(_SOURCE, instance_name(weights, plan, x.shape[0], add=add), device)
     pointers = [np.uint64(tensor.data_ptr()) for tensor in (weights.words, weights.meta, x, y)]
     sizes = [np.int32(size) for size in (weights.rows, weights.inputs, strips, x.shape[0])]
-    early = _capability(device) >= (9, 0)
+    early = plan.early and _capability(device) >= (9, 0)
     function.launch(tiles // plan.tiles, 32 * plan.warps, [*pointers, *sizes], early=early)
 
 

@@ -177,7 +177,14 @@ def _select(
 
 
 def select_and_look_up(
-    x: Tensor, block: Tensor, thresholds: Tensor, selection: Selection, table: int, first_oid: int
+    x: Tensor,
+    block: Tensor,
+    thresholds: Tensor,
+    selection: Selection,
+    table: int,
+    first_oid: int,
+    *,
+    warps: int = 4,
 ) -> None:
     """Fill ``selection`` for the input ``x``, inside a step. Queued on the current stream; no allocation.
 
@@ -188,6 +195,7 @@ def select_and_look_up(
         selection: overwritten.
         table: table number; its directory has at least ``first_oid + width`` records, which the client has checked.
         first_oid: record of channel 0.
+        warps: warps of a program.
 
     Raises:
         ValueError: ``x`` is not of the width that the selection was made for.
@@ -210,5 +218,5 @@ def select_and_look_up(
         quota(selection.k, CHUNK),
         quota(selection.k, last),
         CHUNK=CHUNK,
-        num_warps=4,
+        num_warps=warps,
     )

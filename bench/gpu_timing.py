@@ -1,0 +1,85 @@
+"""What the GPU benchmarks share: rows flushed as they come, times of graph replays, errors against float64."""
+
+import json
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Rows:
+    """Results, written whole to a file after each, so that a run that is cut short leaves what it had."""
+
+    def __init__(self, path: Path | None, seconds: float) -> None:
+        self._path = path
+        self._rows: list[dict[str, Any]] = []
+        self._started = time.monotonic()
+        self._seconds = seconds
+
+    def add(self, section: str, name: str, **values: Any) -> None:
+        """Print and keep one result."""
+        row = {"section": section, "name": name, "at": round(time.monotonic() - self._started, 1), **values}
+        self._rows.append(row)
+        print(
+            f"{section} | {name} | " + ", ".join(f"{key} {_short(value)}" for key, value in values.items()), flush=True
+        )
+        if self._path:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(self._rows, indent=1))
+
+    def left(self) -> float:
+        """Seconds until the run's time is over."""
+        return self._seconds - (time.monotonic() - self._started)
+
+    def run(self, section: str, body: Callable[[], None]) -> None:
+        """Run a section; what it raises becomes a row, and the next section runs all the same."""
+        if self.left() < 5:
+            self.add(section, "skipped", reason="the run's time is over")
+            return
+        try:
+            body()
+        except Exception as error:
+            self.add(section, "failed", error=repr(error)[:1500], where=traceback.format_exc()[-1500:])
+        finally:
+            torch.cuda.empty_cache()
+
+
+def _short(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def graph_of(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A captured graph of ``body``, which ran once before."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        body()
+    return graph
+
+
+def microseconds(body: Callable[[], None], *, replays: int = 15) -> float:
+    """Median time of one replay of ``body``'s graph."""
+    graph = graph_of(body)
+    for _ in range(2):
+        graph.replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+    for begin, end in events:
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    times = sorted(begin.elapsed_time(end) * 1e3 for begin, end in events)
+    return times[len(times) // 2]
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """‖found - expected‖ / ‖expected‖ in float64; a NaN stays a NaN."""
+    expected = expected.double()
+    return float((found.double() - expected).norm() / expected.norm())
