@@ -25,7 +25,7 @@ from strataflux.client.evaluate.dense import DenseModel, dense_reference, dense_
 from strataflux.client.evaluate.scoring import Reference, Score
 from strataflux.client.evaluate.text import python_prose, read_text
 from strataflux.client.prepare.bases.awq import AwqSettings, quantize_awq
-from strataflux.client.prepare.bases.lnq import quantize_lnq
+from strataflux.client.prepare.bases.lnq import DAMPING, quantize_lnq
 from strataflux.client.prepare.bases.matrices import QuantizedMatrix, power_cost, round_groups
 from strataflux.client.prepare.bases.sqllm import quantize_sqllm
 from strataflux.client.prepare.calibrate import Calibration, calibration_windows, walk_back, walk_forward
@@ -90,8 +90,8 @@ class Model:
 class Quantizer:
     """Quantizes each layer for every variant as calibration tells of it."""
 
-    def __init__(self, config: ModelConfig, variants: Sequence[Variant]) -> None:
-        self.config = config
+    def __init__(self, config: ModelConfig, variants: Sequence[Variant], damping: float) -> None:
+        self.config, self.damping = config, damping
         self.models = {variant: Model() for variant in variants}
 
     def __call__(self, index: int, layer: LayerWeights, found: LayerStatistics) -> None:
@@ -115,14 +115,16 @@ class Quantizer:
             return start
         groups = row_groups(self.config, name, GUIDES)
         if variant.guides == GUIDES:
-            return quantize_lnq(weight, start, outputs.hessians, groups)
+            return quantize_lnq(weight, start, outputs.hessians, groups, self.damping)
         rows = torch.tensor([part.stop - part.start for part in groups], device=weight.device)
         coarse = (outputs.hessians * rows[:, None, None]).unflatten(0, (-1, GUIDES)).sum(1)  # type: ignore[no-untyped-call]
-        return quantize_lnq(weight, start, coarse, row_groups(self.config, name, 1))
+        return quantize_lnq(weight, start, coarse, row_groups(self.config, name, 1), self.damping)
 
 
-def quantize_all(source: ModelSource, calibration: Calibration, variants: Sequence[Variant]) -> dict[Variant, Model]:
-    quantizer = Quantizer(source.config, variants)
+def quantize_all(
+    source: ModelSource, calibration: Calibration, variants: Sequence[Variant], damping: float
+) -> dict[Variant, Model]:
+    quantizer = Quantizer(source.config, variants, damping)
     if any(variant.needs == "gradients" for variant in variants):
         walk_forward(source, calibration, None, lambda: None, keep=True)
         walk_back(source, calibration, quantizer)
@@ -200,6 +202,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--groups", type=int, nargs="+", default=[64])
     parser.add_argument("--guides", type=int, nargs="+", default=[1, GUIDES])
+    parser.add_argument("--damping", type=float, default=DAMPING, help="of lnq's Hessians")
     parser.add_argument("--k", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--no-fit", action="store_true")
     parser.add_argument("--device", default="cpu")
@@ -250,7 +253,7 @@ def main() -> None:
         calibration = Calibration(tokens, StateFolder(Path(name) / "states"), device, guide_groups=GUIDES)
         reference = DecoderWeights.read(source).to(device)
         started = time.monotonic()
-        models = quantize_all(source, calibration, variants_of(arguments))
+        models = quantize_all(source, calibration, variants_of(arguments), arguments.damping)
         print(f"all bases: {time.monotonic() - started:.1f} s", file=sys.stderr)
         for variant, model in models.items():
             report(variant, model, reference, windows, calibration, arguments)
@@ -282,6 +285,7 @@ def report(
             "reference_ppl": join_scores(exact).perplexity,
             "bits_per_weight": model.bits_per_weight,
             "calibration": arguments.calibration,
+            "damping": arguments.damping,
             "calibration_tokens": calibration.tokens.numel(),
             "tokens": score.tokens,
         }

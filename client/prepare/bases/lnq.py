@@ -25,18 +25,21 @@ from strataflux.client.errors import MisuseError
 from strataflux.client.prepare.bases.matrices import CodebookCodes, nearest_codes
 from strataflux.client.prepare.bases.sqllm import CODEBOOK_BITS
 
-__all__ = ["CYCLES", "GUIDE_GROUPS", "ROUNDS", "LnqSettings", "quantize_lnq"]
+__all__ = ["CYCLES", "DAMPING", "GUIDE_GROUPS", "ROUNDS", "LnqSettings", "quantize_lnq"]
 
 GUIDE_GROUPS = (1, 4)
 """Supported numbers of row groups a matrix."""
 ROUNDS, CYCLES = 3, 4
 """Rounds in all, and passes of coordinate descent over the inputs in each but the first."""
 
+DAMPING = 1e-3
+"""Of the mean diagonal, added to every Hessian. The authors' 1e-5 is for four million tokens; of a few thousand, those
+few on which the loss depends most would decide alone."""
+
 _BLOCK = 128
 # Rows whose Pᵀ H P are formed at a time: inputs · rows · 2^bits numbers.
 _ROWS = 64
 _RIDGE = 1e-7
-_DAMPING = 1e-5
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,12 @@ class LnqSettings:
 
     def to_json(self) -> dict[str, Any]:
         """Everything beside the calibration that decides which codes a weight gets."""
-        rounds = {"rounds": ROUNDS, "cycles": CYCLES}
+        rounds = {"rounds": ROUNDS, "cycles": CYCLES, "damping": DAMPING}
         return {"name": "lnq", "bits": self.bits, "codebook": "row", "guide_groups": self.guide_groups, **rounds}
 
 
 def quantize_lnq(
-    weight: Tensor, start: CodebookCodes, hessians: Tensor, groups: Sequence[slice], cycles: int = CYCLES
+    weight: Tensor, start: CodebookCodes, hessians: Tensor, groups: Sequence[slice], damping: float = DAMPING
 ) -> CodebookCodes:
     """Improve ``start``, a quantized ``weight`` [outputs, inputs] float32.
 
@@ -73,15 +76,15 @@ def quantize_lnq(
         start: codes and codebooks to begin with.
         hessians: [groups, inputs, inputs] float32, symmetric, not negative.
         groups: rows of each, together all of them.
-        cycles: passes of coordinate descent in a round.
+        damping: share of its mean diagonal that is added to each Hessian.
     """
-    problem = _Problem.of(weight, hessians, groups)
+    problem = _Problem.of(weight, hessians, groups, damping)
     codebook, codes = start.codebook.float(), start.codes.long()
     best = start
     least = problem.cost(start.dequantized())
     for round_number in range(ROUNDS):
         if round_number:
-            codes = problem.descend(codebook, codes, cycles)
+            codes = problem.descend(codebook, codes, CYCLES)
         codebook, order = problem.fit_codebook(codes, codebook).sort(-1)
         # Codes follow their entries to where sorting put them.
         codes = order.argsort(-1).gather(-1, codes)
@@ -108,11 +111,11 @@ class _Problem:
     """[outputs] int64: the group of each row."""
 
     @classmethod
-    def of(cls, weight: Tensor, hessians: Tensor, groups: Sequence[slice]) -> "_Problem":
+    def of(cls, weight: Tensor, hessians: Tensor, groups: Sequence[slice], damping: float = DAMPING) -> "_Problem":
         mean = hessians.diagonal(dim1=-2, dim2=-1).mean(-1)
         # A group whose outputs the loss never depended on counts all inputs alike.
-        damping = torch.where(mean > 0, _DAMPING * mean, 1.0)
-        damped = hessians + torch.diag_embed(damping[:, None].expand(-1, weight.shape[1]))
+        added = torch.where(mean > 0, damping * mean, 1.0)
+        damped = hessians + torch.diag_embed(added[:, None].expand(-1, weight.shape[1]))
         owner = torch.empty(weight.shape[0], dtype=torch.int64, device=weight.device)
         for index, rows in enumerate(groups):
             owner[rows] = index
