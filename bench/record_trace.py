@@ -1,9 +1,9 @@
 """Record which weight channels a model selects, one array a layer and projection set, for ``strataflux simulate``.
 
-    PYTHONSAFEPATH=1 PYTHONPATH=.importroot python bench/record_trace.py MODEL OUT.npz [--k 32] [--first 20000] [--tokens 768]
+    PYTHONSAFEPATH=1 PYTHONPATH=.importroot python bench/record_trace.py MODEL OUT.npz
 
-MODEL is what ``strataflux prepare`` reads; the text is Python's own prose, from token --first on. The model runs unquantized, all
-positions in one pass; the selections are those of the same states token by token.
+MODEL is what ``strataflux prepare`` reads; the text is Python's own prose, from token --first on. The model runs
+unquantized, all positions in one pass; the selections are those of the same states token by token.
 """
 
 import argparse
