@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from strataflux.cache_policy.miss import MissPolicy
 from strataflux.client.cli.kv_options import (
     FractionOption,
     GroupOption,
@@ -42,19 +44,20 @@ _DEFAULT_CACHE = "25%"
 _DEFAULT_KV_CACHE = "10%"
 _TOKENS, _DENSE_TOKENS = 512, 2047
 
+_ReferenceOption = Annotated[
+    Path | None,
+    typer.Option(help="The unquantized model. Without it there is no KL.", show_default="what was prepared"),
+]
+_TokensOption = Annotated[
+    int | None, typer.Option(min=1, help="Scored tokens in each window.", show_default="512; with --dense 2047")
+]
+
 
 def _command(
     folder: PreparedArgument,
     text: Annotated[Path | None, typer.Option(help="A UTF-8 text.", show_default="prose of Python's own help")] = None,
-    reference: Annotated[
-        Path | None,
-        typer.Option(
-            help="The unquantized model. Without it there is no KL.", show_default="what was prepared, if still there"
-        ),
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Scored tokens in each window.", show_default="512; with --dense 2047")
-    ] = None,
+    reference: _ReferenceOption = None,
+    tokens: _TokensOption = None,
     windows: Annotated[int, typer.Option(min=1, help="How many stretches of the text to score.")] = 1,
     k: ChannelsOption = None,
     dense: Annotated[bool, typer.Option("--dense", help="Whole windows at once, as if nothing missed.")] = False,
@@ -95,33 +98,66 @@ def _command(
         command = KvCommand(folder, text, options, context, windows, where, policy, kv_oracle, cache, runtime_dir)
         run_eval_kv(Output(as_json), command)
         return
+    if runtime_dir is not None:
+        _refuse_together("--runtime-dir", {"--weight-cache": weight_cache})
+    model = _Model.open(folder, reference)
+    tokens = tokens or (_DENSE_TOKENS if dense else _TOKENS)
+    if dense:
+        _dense(Output(as_json), model, _windows(model.prepared, text, tokens, windows), k, device)
+        return
+    policy, cache_bytes = parse_miss(miss), model.cache_bytes(weight_cache)
+    chosen = _windows(model.prepared, text, tokens, windows)
+    found = _through_daemon(model, chosen, k, policy, cache_bytes, runtime_dir)
+    budgets = model.prepared.manifest.k if k is None else k
+    _show(Output(as_json), found, {"tokens": tokens, "windows": windows, "k": budgets, "miss": str(policy)})
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A prepared model, and where the unquantized one is read from if that is known."""
+
+    prepared: "PreparedModel"
+    reference: Path | None
+
+    @classmethod
+    def open(cls, folder: Path, reference: Path | None) -> "_Model":
+        from strataflux.client.prepare.prepared import open_prepared
+
+        prepared = open_prepared(folder)
+        origin = prepared.manifest.origin
+        found = Path(origin) if origin and Path(origin).exists() else None
+        return cls(prepared, reference or found)
+
+    def exact(self) -> "DecoderWeights | None":
+        return None if self.reference is None else _read(self.reference)
+
+    def cache_bytes(self, asked: str | None) -> int:
+        from strataflux.client.refined import store_slot_bytes
+
+        return parse_cache(asked or _DEFAULT_CACHE, store_slot_bytes(self.prepared.config))
+
+
+def _through_daemon(
+    model: _Model,
+    windows: list[list[int]],
+    k: int | None,
+    miss: MissPolicy,
+    cache_bytes: int,
+    runtime_dir: Path | None,
+) -> "Evaluation":
     from strataflux.client.evaluate.run import evaluate
     from strataflux.client.launch import PrivateDaemon
-    from strataflux.client.prepare.prepared import open_prepared
-    from strataflux.client.refined import store_slot_bytes
 
-    if runtime_dir is not None and weight_cache is not None:
-        raise MisuseError("--weight-cache", "together with --runtime-dir", "one of the two", "leave one out")
-    output = Output(as_json)
-    policy = parse_miss(miss)
-    prepared = open_prepared(folder)
-    tokens = tokens or (_DENSE_TOKENS if dense else _TOKENS)
-    reference = reference or _origin(prepared)
-    if dense:
-        _dense(output, prepared, reference, _windows(prepared, text, tokens, windows), k, device)
-        return
-    cache_bytes = parse_cache(weight_cache or _DEFAULT_CACHE, store_slot_bytes(prepared.config))
+    prepared = model.prepared
     with progress("reading the models"):
-        chosen = _windows(prepared, text, tokens, windows)
-        exact = None if reference is None else _read(reference)
+        exact = model.exact()
     with ExitStack() as stack:
         if runtime_dir is None:
             daemon = PrivateDaemon([prepared.store], weight_cache_bytes=cache_bytes)
             with progress("starting a daemon (its first start compiles)"):
                 runtime_dir = stack.enter_context(daemon).runtime_dir
-        with progress("scoring tokens", tokens * windows) as advance:
-            found = evaluate(prepared, exact, chosen, runtime_dir, k=k, miss=policy, on_token=advance)
-    _show(output, found, {"tokens": tokens, "windows": windows, "k": k or prepared.manifest.k, "miss": str(policy)})
+        with progress("scoring tokens", sum(len(window) - 1 for window in windows)) as advance:
+            return evaluate(prepared, exact, windows, runtime_dir, k=k, miss=miss, on_token=advance)
 
 
 def _refuse_together(option: str, others: Mapping[str, object]) -> None:
@@ -139,25 +175,13 @@ def _windows(prepared: "PreparedModel", text: Path | None, tokens: int, windows:
     return cut_windows(subject, prepared.tokenizer().encode(words).ids, tokens, windows)
 
 
-def _origin(prepared: "PreparedModel") -> Path | None:
-    """The model that was prepared, if it is still where it was."""
-    origin = prepared.manifest.origin
-    return Path(origin) if origin and Path(origin).exists() else None
-
-
-def _dense(
-    output: Output,
-    prepared: "PreparedModel",
-    reference: Path | None,
-    windows: list[list[int]],
-    k: int | None,
-    device: str,
-) -> None:
+def _dense(output: Output, model: _Model, windows: list[list[int]], k: int | None, device: str) -> None:
     from strataflux.client.cli.table import comparison_table
     from strataflux.client.evaluate.dense_run import evaluate_dense
 
+    prepared = model.prepared
     with progress("reading the models"):
-        exact = None if reference is None else _read(reference)
+        exact = model.exact()
     with progress("scoring windows", len(windows)) as advance:
         rows = evaluate_dense(prepared, exact, windows, k=k, device=device, on_window=advance)
     output.print(comparison_table(rows))

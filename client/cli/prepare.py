@@ -13,6 +13,7 @@ from strataflux.client.errors import InputError, MisuseError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from strataflux.client.prepare.prepared import PreparedModel
     from strataflux.client.prepare.settings import FitSettings
     from strataflux.client.prepare.source import ModelSource
 
@@ -59,19 +60,24 @@ def _command(
     settings = PrepareSettings(chosen, k, fitting, tokens, device, str(source.resolve()))
     with progress("preparing layers", prepare_steps(model.config, settings)) as advance:
         prepared = prepare(model, folder, settings, advance, restart=restart)
-    seconds = time.monotonic() - started
+    _report(output, prepared, fit, time.monotonic() - started)
+
+
+def _report(output: Output, prepared: "PreparedModel", fit: str, seconds: float) -> None:
+    manifest = prepared.manifest
     store_bytes = sum(file.stat().st_size for file in prepared.store.iterdir())
-    grouped = f"in groups of {settings.group}" if settings.group else "with a codebook a row"
+    grouped = f"in groups of {manifest.group}" if manifest.group else "with a codebook a row"
     output.print(
-        f"{folder}: {base}, {bits} bits {grouped}, {prepared.resident_bytes / 1e6:.1f} MB resident, "
+        f"{prepared.folder}: {manifest.base}, {manifest.bits} bits {grouped}, "
+        f"{prepared.resident_bytes / 1e6:.1f} MB resident, "
         f"{store_bytes / 1e6:.1f} MB of refinement bits, in {seconds:.1f} s"
     )
     output.result(
         {
-            "prepared": folder,
-            "base": base,
-            "bits": bits,
-            "group": settings.group,
+            "prepared": prepared.folder,
+            "base": manifest.base,
+            "bits": manifest.bits,
+            "group": manifest.group,
             "bits_per_weight": prepared.bits_per_weight,
             "fit": fit,
             "resident_bytes": prepared.resident_bytes,
