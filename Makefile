@@ -14,10 +14,10 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 PROTOC := $(PYTHON) -m grpc_tools.protoc -I.importroot
 PROTO_FILE := .importroot/strataflux/proto/control.proto
 
-.PHONY: help setup demo test check bench proto clean
+.PHONY: help setup demo test check bench soak soak-full proto clean
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 13
 
 setup: .venv/.ready  ## Make .venv and install everything into it, at the versions of constraints.txt
 	@:
@@ -48,11 +48,17 @@ bench: setup  ## Measure look-ups and fills; results go to bench/results/
 	.venv/bin/strataflux bench fill --json > bench/results/fill.json
 	@cat bench/results/lookup.json bench/results/fill.json
 
+soak: setup  ## Kill -9 200 daemons and 1,000 clients, half an hour at most; exit code 1 if anything was lost
+	$(PYTHON) bench/soak.py --daemons 200 --clients 1000 --out bench/results/soak.json
+
+soak-full: setup  ## The same with 1,000 daemons
+	$(PYTHON) bench/soak.py --daemons 1000 --clients 1000 --out bench/results/soak-full.json
+
 proto: setup  ## Generate the gRPC code beside proto/control.proto
 	$(PROTOC) --python_out=.importroot --pyi_out=.importroot --grpc_python_out=.importroot $(PROTO_FILE)
 
 clean:  ## Remove caches and built files; .venv stays
-	rm -rf dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis bench/results
+	rm -rf dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis bench/results/lookup.json bench/results/fill.json
 	find daemon client proto kernels cache_policy tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A candidate must run, be new enough and be able to make a working environment: version-manager shims may exist without

@@ -94,7 +94,7 @@ class ReaderConfig:
     quarantine_seconds: float = key(values.seconds(0.1, 86_400), 60.0)
     """A record that could not be read twice is left alone for as long, and twice as long each further time."""
     # performance
-    engine: str = key(values.choice("uring", "threads"), "uring")
+    engine: str = key(values.choice("uring", "threads", "liburing"), "uring")
     """``threads`` works where containers forbid io_uring, and costs more CPU per read."""
     queue_depth: int = key(values.number(1, 1024), 128)
     """Reads in flight; each costs a bounce buffer of one record's window."""

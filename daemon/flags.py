@@ -16,7 +16,7 @@ _OVERRIDES = {
     "--runtime-dir": ("runtime_dir", "FOLDER", "folder of the sockets"),
     "--weight-cache": ("cache.weight_bytes", "SIZE", "RAM for weight records, such as 128MiB"),
     "--kv-cache": ("cache.kv_bytes", "SIZE", "RAM for KV records"),
-    "--engine": ("reader.engine", "uring|threads", "how records are read"),
+    "--engine": ("reader.engine", "uring|threads|liburing", "how records are read"),
     "--direct-io": ("reader.direct_io", "require|prefer|off", "whether reads go past the page cache"),
     "--metrics-listen": ("metrics.listen", "ADDRESS:PORT", "serve Prometheus metrics there"),
     "--log-level": ("log.level", "LEVEL", "debug, info, warning or error"),

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from strataflux.daemon import engines, integrity, reader
 from strataflux.daemon.engines.board import Board, open_board
+from strataflux.daemon.engines.liburing import open_liburing
 from strataflux.daemon.engines.uring import UringEngine, open_uring
 from strataflux.daemon.errors import DaemonError, ReaderFailed, Refusal
 from strataflux.daemon.folding import CounterFold, read_stats
@@ -61,6 +62,8 @@ def make_engine(tier: Tier, settings: ReaderSettings) -> UringEngine | Board:
     depth, windows = settings.queue_depth, len(tier.core.windows)
     if settings.engine == "uring":
         return open_uring(windows, tier.pool_address, depth * int(tier.core.rd[0]["window_bytes"]), tier.doorbell)
+    if settings.engine == "liburing":
+        return open_liburing(windows, tier.doorbell)
     board = open_board(windows, tier.doorbell)
     board.start_threads(settings.threads)
     return board
@@ -122,7 +125,7 @@ class ReaderThread:
     @property
     def engine(self) -> str:
         """The engine that runs."""
-        return "uring" if isinstance(self._engine, UringEngine) else "threads"
+        return "uring" if isinstance(self._engine, UringEngine) else self._engine.name
 
     @property
     def direct_io(self) -> str:

@@ -1,7 +1,8 @@
 """Engines: how the reader gets bytes from a file without waiting. One interface, one conformance suite.
 
 ``uring`` hands reads to the kernel through raw io_uring rings; ``threads`` hands them to a pool of threads that call
-preadv2, where io_uring is forbidden. Both are compiled; the reader's loop calls the functions below:
+preadv2, where io_uring is forbidden; ``liburing`` to a Python thread that drives the package of that name. All but
+the last are compiled; the reader's loop calls the functions below:
 
 * ``submit(e, window, descriptor, address, length, offset, write)``: one read into the bounce pool (or a write), not
   started yet

@@ -42,7 +42,13 @@ class Board:
     state: NDArray[np.void]
     _keep: list[NDArray[Any]]
     _descriptors: list[int]
+    name: str = "threads"
     workers: list[threading.Thread] = field(default_factory=list)
+
+    @property
+    def stopping(self) -> bool:
+        """Workers are to leave."""
+        return bool(self._keep[2][1])
 
     def start_threads(self, count: int) -> None:
         """Start ``count`` compiled workers."""
@@ -61,8 +67,9 @@ class Board:
             os.close(descriptor)
 
 
-def open_board(depth: int, doorbell: int) -> Board:
-    """A board for ``depth`` reads, without workers yet. ``doorbell`` is an eventfd that ends a wait."""
+def open_board(depth: int, doorbell: int, name: str = "threads") -> Board:
+    """A board for ``depth`` reads, without workers yet; ``name`` says whose they will be. ``doorbell`` is an eventfd that
+    ends a wait."""
     order = np.zeros(1 << max(depth - 1, 1).bit_length(), np.uint32)
     jobs = np.zeros(depth, JOB)
     words = np.zeros(2, np.uint64)
@@ -79,7 +86,7 @@ def open_board(depth: int, doorbell: int) -> Board:
     state[0]["tokens"] = tokens
     state[0]["done"] = done
     state[0]["doorbell"] = doorbell
-    return Board(state, [order, jobs, words], [tokens, done])
+    return Board(state, [order, jobs, words], [tokens, done], name)
 
 
 @borrowing

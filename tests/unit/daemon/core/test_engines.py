@@ -70,7 +70,7 @@ def served(folder: Path, direct_io: str) -> Store:
         pytest.skip(str(error))
 
 
-@pytest.fixture(params=["uring", "threads", "python"])
+@pytest.fixture(params=["uring", "threads", "python", "liburing"])
 def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -78,7 +78,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=["off", "require"])
 def reader(request: pytest.FixtureRequest, engine: str, tmp_path: Path) -> Iterator[ReaderThread]:
     store = served(make_store(tmp_path / "store", SHAPES), request.param)
-    reader = start([store], factory_of(engine), "uring" if engine == "uring" else "threads")
+    reader = start([store], factory_of(engine), "threads" if engine == "python" else engine)
     yield reader
     reader.stop()
 
@@ -101,7 +101,7 @@ def test_last_record_of_the_file(reader: ReaderThread) -> None:
 
 
 def test_engine_and_mode_are_told(reader: ReaderThread, engine: str) -> None:
-    assert reader.engine == ("uring" if engine == "uring" else "threads")
+    assert reader.engine == ("threads" if engine == "python" else engine)
     assert reader.direct_io == ("direct" if reader._tier.stores[0].direct else "buffered")
     assert isinstance(reader._engine, UringEngine if engine == "uring" else Board)
 
@@ -110,7 +110,7 @@ def test_stop_leaves_nothing_open(tmp_path: Path, engine: str) -> None:
     """Also with reads in flight and sessions inside a step."""
     folder = make_store(tmp_path / "store", SHAPES)
     before = open_descriptors()
-    reader = start([served(folder, "off")], factory_of(engine), "uring" if engine == "uring" else "threads")
+    reader = start([served(folder, "off")], factory_of(engine), "threads" if engine == "python" else engine)
     client = attach(reader)
     client.begin()
     client.look_up(range(TOTAL))
