@@ -75,7 +75,7 @@ class RefinedKVCache:
         fraction: Fraction = Fraction(0),
         source: RecordSource | None = None,
         table: int = 0,
-        on_block: Callable[[], object] = lambda: None,
+        wait_seconds: float = 0.0,
     ) -> None:
         """An empty sequence.
 
@@ -85,7 +85,8 @@ class RefinedKVCache:
             fraction: how many of a KV head's groups are refined at each step; 0 for none.
             source: where records are looked up, under ``table``; without it nothing is refined.
             table: number of the KV table.
-            on_block: called after each block that a prefill handed over.
+            wait_seconds: how long a step waits for the block that it put to be taken, where ``source`` waits for what
+                is absent: a block's records can be looked up only then.
 
         Raises:
             MisuseError: the pool has fewer free blocks.
@@ -97,11 +98,13 @@ class RefinedKVCache:
         self._fraction = fraction if blocks.form.record_bytes else Fraction(0)
         self._source = source
         self._table = table
-        self.on_block = on_block
+        self._wait_seconds = wait_seconds
         self._heads = np.arange(config.kv_heads)[:, None] * blocks.form.groups_per_tile
         # changed by whoever runs steps
         self.refining = True
         """Off: groups are neither selected nor looked up."""
+        self.on_block: Callable[[], object] = lambda: None
+        """Called after each block that a prefill handed over."""
         # changed by steps and fills
         self.length = 0
         self._places = torch.tensor(blocks.take(blocks_for(context)), dtype=torch.int64)
@@ -120,7 +123,7 @@ class RefinedKVCache:
             self._encode_tail()
         elif self._pending is not None and self._blocks.put(*self._pending):
             self._pending = None
-        self._blocks.settle()
+        self._blocks.settle(self._wait_seconds)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """As :class:`~strataflux.client.runtime.cache.KvCache`."""
@@ -234,7 +237,7 @@ class RefinedKVCache:
             if not self._blocks.put(int(self._places[index]), payloads[index].ravel(), _PUT_SECONDS):
                 self._blocks.give_up()
             self.on_block()
-        self._blocks.settle()
+        self._blocks.settle(self._wait_seconds)
 
     def _tell_rms(self, layer: int, keys: Tensor, values: Tensor) -> None:
         if layer in self._told:
@@ -305,5 +308,5 @@ class RefinedKVCache:
         return self._blocks.unrefined + self._blocks.refused
 
     def statistics(self) -> SetStatistics:
-        """Groups selected, and those that were present; a group without a record counts as a miss."""
+        """Groups selected, and those that were used; a group without a record counts as a miss."""
         return SetStatistics(self._lookups, self._hits)

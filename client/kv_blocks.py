@@ -184,11 +184,13 @@ class KvBlocks:
         if self._target is not None:
             self._target.count_dropped()
 
-    def settle(self) -> None:
-        """Learn what became of puts."""
+    def settle(self, wait_seconds: float = 0.0) -> None:
+        """Learn what became of puts; with ``wait_seconds``, of all that are under way."""
         if self._target is None:
             return
         self._renew()
+        if wait_seconds and (self._states == _PUT).any():
+            self._target.wait_settled(time.monotonic() + wait_seconds)
         for settled in self._target.settled():
             if settled.result == 0:  # of an attachment that ended
                 self.refused += 1

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from strataflux.cache_policy.miss import MissPolicy, Skip
+from strataflux.cache_policy.miss import MissPolicy, Skip, Wait
 from strataflux.client.errors import MisuseError
 from strataflux.client.kv import RefinedKVCache
 from strataflux.client.kv_blocks import KvBlocks
@@ -94,7 +94,8 @@ class RefinedModel:
         )
         try:
             refiner = None if prepared is None else WeightRefiner(session, 0, prepared, k)
-            cache = None if kv is None else _kv_cache(session, weights.config, context, kv)
+            seconds = miss.deadline_seconds if isinstance(miss, Wait) else 0.0
+            cache = None if kv is None else _kv_cache(session, weights.config, context, kv, seconds)
             return cls(session, weights, context, refiner, cache)
         except BaseException:
             session.close()
@@ -164,10 +165,12 @@ class RefinedModel:
             self.kv.refining = on
 
 
-def _kv_cache(session: Session, config: ModelConfig, context: int, options: KvOptions) -> RefinedKVCache:
+def _kv_cache(
+    session: Session, config: ModelConfig, context: int, options: KvOptions, wait_seconds: float
+) -> RefinedKVCache:
     blocks = KvBlocks(config, options.form(config.head_dim), blocks_for(context), session.kv)
     table = 0 if session.kv is None else session.kv.table
-    return RefinedKVCache(blocks, context, options.fraction, session, table)
+    return RefinedKVCache(blocks, context, options.fraction, session, table, wait_seconds)
 
 
 def store_slot_bytes(config: ModelConfig) -> int:

@@ -179,8 +179,9 @@ def _with_counts(found: KvEvaluation, model: RefinedModel) -> KvEvaluation:
     assert model.kv is not None
     assert model.kv.nbytes == found.bytes_resident, (model.kv.nbytes, found.bytes_resident)
     counted = model.kv.statistics()
-    found.lookups, found.hits = counted.lookups, counted.hits
+    found.session = model.stats()
+    # The session's hits: what was waited for counts as the miss it was.
+    found.lookups, found.hits = counted.lookups, found.session.kv_hits
     found.blocks_unrefined = model.kv.unrefined
     found.tokens_per_second = model.steps / model.seconds
-    found.session = model.stats()
     return found

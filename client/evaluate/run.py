@@ -90,5 +90,5 @@ def refined_row(result: Score, model: RefinedModel, bytes_read: int, *, compared
         tokens_per_second=model.steps / model.seconds,
         weight_hit_rate=hits / lookups if lookups else 0.0,
         bytes_read=bytes_read,
-        kv_hit_rate=None if model.kv is None else model.kv.statistics().hit_rate,
+        kv_hit_rate=None if model.kv is None else stats.kv_hits / max(1, model.kv.statistics().lookups),
     )

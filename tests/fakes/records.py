@@ -18,8 +18,8 @@ class LocalRecords:
         self.full = False
         """All staging memory is taken."""
         self.result = layout.PUT_ACCEPTED
-        self.silent = False
-        """Takes puts without settling them."""
+        self.late = False
+        """Settles a put only when it is waited for, or asked for once more."""
         self.absent: set[int] = set()
         """Object ids that are not resident."""
         self.blocks: dict[int, NDArray[np.uint8]] = {}
@@ -30,6 +30,7 @@ class LocalRecords:
         self._quota = quota
         self._shape = (records_a_block, record_bytes)
         self._settled: list[Settled] = []
+        self._held = False
 
     def reserve(self, blocks: int) -> list[int]:
         free = [i for i in range(self._quota) if i not in self.granted]
@@ -50,23 +51,24 @@ class LocalRecords:
         assert block not in self.blocks
         if self.full:
             return False
-        if not self.silent:
-            self.settle(block, payload)
-        return True
-
-    def settle(self, block: int, payload: NDArray[np.uint8]) -> None:
         if self.result == layout.PUT_ACCEPTED:
             self.blocks[block] = payload.reshape(self._shape).copy()
         self._settled.append(Settled(block, self.result))
+        self._held = self.late
+        return True
 
     def put_waiting(self, block: int, payload: NDArray[np.uint8], deadline: float) -> bool:
         return self.put(block, payload)
 
     def settled(self) -> list[Settled]:
+        if self._held:
+            self._held = False
+            return []
         taken, self._settled = self._settled, []
         return taken
 
     def wait_settled(self, deadline: float) -> bool:
+        self._held = False
         return True
 
     def count_dropped(self, blocks: int = 1) -> None:

@@ -340,7 +340,8 @@ def test_what_a_session_is_told(setup: Setup) -> None:
 
 def test_progress_of_a_prefill(setup: Setup) -> None:
     told = list[int]()
-    cache = RefinedKVCache(setup.blocks, CONTEXT, FRACTION, setup.records, 0, lambda: told.append(1))
+    cache = setup.cache()
+    cache.on_block = lambda: told.append(1)
     setup.decoder(cache).prefill(some_tokens(520))
     assert len(told) == 3
 
@@ -354,3 +355,15 @@ def test_payloads_reach_their_block_whole(setup: Setup) -> None:
     ids = [int(base) // setup.blocks.records_a_block for base in setup.blocks.bases[cache._places[:2].numpy()]]
     assert set(ids) == set(filled)
     assert all(np.count_nonzero(data) > data.size / 2 for data in filled.values())
+
+
+@pytest.mark.parametrize("seconds", [0.0, 5.0])
+def test_a_sequence_that_waits_looks_up_what_it_has_just_put(setup: Setup, seconds: float) -> None:
+    setup.records.late = True
+    cache = RefinedKVCache(setup.blocks, CONTEXT, FRACTION, setup.records, 0, seconds)
+    decoder = setup.decoder(cache)
+    steps(decoder, some_tokens(256))
+    decoder.step(1)
+    assert (cache.statistics().hits > 0) == bool(seconds)
+    decoder.step(1)
+    assert cache.statistics().hits > 0
