@@ -92,6 +92,7 @@ class RefinedKVCache:
             MisuseError: the pool has fewer free blocks.
         """
         config = blocks.config
+        kv_attention_cpu.compile_all()  # inside a step it would hold slots for seconds
         # fixed after construction
         self.context = context
         self._blocks = blocks

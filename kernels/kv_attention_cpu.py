@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strataflux.kernels.kv_attention import KvLayer, Resident, encoded_tiles, exact_spans
-from strataflux.kernels.kv_encode import HalfTiles, code_offsets
+from strataflux.kernels.kv_encode import HalfTiles, KvFormat, code_offsets, encode_tiles
 from strataflux.kernels.kv_pack import TILE_TOKENS, planes_of
 from strataflux.kernels.pointer import bytes_at
 from strataflux.proto.compiled import compiled
 
-__all__ = ["attend", "refine"]
+__all__ = ["attend", "compile_all", "refine"]
 
 _LANES = 16
 _TILE = TILE_TOKENS
@@ -28,6 +28,19 @@ _TILE = TILE_TOKENS
 _Floats = NDArray[np.float32]
 _Bytes = NDArray[np.uint8]
 _Integers = NDArray[np.int64]
+
+
+def compile_all() -> None:
+    """Compile everything here, on a cache of one tile: no step may wait for that."""
+    form = KvFormat(2, 2, _LANES, 4, 4)
+    shape = (1, 1, TILE_TOKENS, form.head_dim)
+    tiles = encode_tiles(torch.zeros(shape), torch.zeros(shape), form)
+    exact = torch.zeros(shape, dtype=torch.float16)
+    table = torch.zeros(1, 1, dtype=torch.int64)
+    layer = KvLayer(form, tiles.keys, tiles.values, table, exact, exact, exact, exact, (2 * TILE_TOKENS + 1,))
+    queries, groups = torch.zeros(1, 1, form.head_dim), torch.zeros(1, 1, 1, dtype=torch.int64)
+    record = torch.tensor([[[tiles.records.data_ptr()]]]).to(torch.uint64)
+    refine(queries, layer, attend(queries, layer), groups, record)
 
 
 def attend(queries: Tensor, layer: KvLayer) -> Resident:

@@ -18,6 +18,7 @@ from strataflux.client.kv_blocks import KvBlocks
 from strataflux.client.kv_options import KvOptions, blocks_for
 from strataflux.client.runtime.decoder import ContextFull, Decoder
 from strataflux.client.runtime.models import DecoderWeights
+from strataflux.kernels import kv_attention_cpu
 from strataflux.kernels.hadamard import turn
 from strataflux.kernels.kv_encode import KEY_ROWS, KvFormat, decode_half
 from strataflux.proto import layout
@@ -367,3 +368,12 @@ def test_a_sequence_that_waits_looks_up_what_it_has_just_put(setup: Setup, secon
     assert (cache.statistics().hits > 0) == bool(seconds)
     decoder.step(1)
     assert cache.statistics().hits > 0
+
+
+def test_no_step_compiles(setup: Setup) -> None:
+    cache = setup.cache()
+    functions = [f for f in vars(kv_attention_cpu).values() if hasattr(f, "signatures")]
+    before = [len(f.signatures) for f in functions]
+    steps(setup.decoder(cache), some_tokens(260))
+    assert cache.statistics().hits > 0
+    assert [len(f.signatures) for f in functions] == before

@@ -210,3 +210,17 @@ def test_how_many_groups(fraction: str, groups: int, count: int) -> None:
 def test_a_tile_is_encoded_at_the_step_after_it_is_full(length: int, tiles: int, spans: tuple[int, int]) -> None:
     assert encoded_tiles(length) == tiles
     assert exact_spans(length) == spans
+
+
+def test_nothing_is_compiled_after_everything_was() -> None:
+    kv_attention_cpu.compile_all()
+    functions = [f for f in vars(kv_attention_cpu).values() if hasattr(f, "signatures")]
+    before = [len(f.signatures) for f in functions]
+    assert min(before) > 0
+    for form in FORMS:
+        case = make_case(form, (400, 300))
+        resident = kv_attention_cpu.attend(case.queries, case.layer)
+        groups, _ = select_groups(resident, case.layer, Fraction(1, 16))
+        records = case.gather(groups)
+        kv_attention_cpu.refine(case.queries, case.layer, resident, groups, case.addresses(records, groups >= 0))
+    assert [len(f.signatures) for f in functions] == before
