@@ -99,7 +99,8 @@ def score_reference(
         rows.append(torch.log_softmax(advance(token), -1))
         on_token()
     log_probabilities = torch.stack(rows)
-    surprise = -log_probabilities.gather(1, torch.tensor(tokens[1:])[:, None]).flatten().double().numpy()
+    targets = torch.tensor(tokens[1:], device=log_probabilities.device)
+    surprise = -log_probabilities.gather(1, targets[:, None]).flatten().double().cpu().numpy()
     zeros = np.zeros(len(rows))
     return Reference(tuple(tokens), log_probabilities, Score(surprise, zeros, zeros))
 
