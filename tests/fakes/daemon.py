@@ -71,8 +71,7 @@ class FakeDaemon:
         self.fill_on_request = self.hold_puts = False
         self.put_result = layout.PUT_ACCEPTED
         self.cache_puts = True  # records are resident as soon as their block is put
-        self.drop_requests = False
-        self.die_when_awaited = False
+        self.drop_requests = self.die_when_awaited = False
         self.refuse_next: Refuse | None = None
         # changes a welcome, or the descriptors beside it, before they are sent
         self.tamper: Callable[[messages.Welcome, list[int]], messages.Message] = lambda welcome, _: welcome
