@@ -287,7 +287,7 @@ def announce_put(block: Block, staging: int, kv_block: int) -> bool:
     ring.begin_produce(block[PUT_TAIL : PUT_TAIL + 3], block[VIEW] + np.uint64(_PUTS_DONE_AT), _PUT_LOG2)
     payload = ring.put_payload(np.uint64(staging), np.uint64(kv_block))
     ring.produce(block[PUT_TAIL : PUT_TAIL + 3], block[PUT_RING], _PUT_LOG2, payload)
-    # SYNC: put-tail. Released by end_produce: the entry is visible before the tail that vouches for it.
+    # SYNC: ring-tail (publish), of the put ring: the entry is visible before the tail that vouches for it.
     ring.end_produce(block[PUT_TAIL : PUT_TAIL + 3], block[PAGE] + np.uint64(_PUT_TAIL_AT))
     # SYNC: sleeping (read). Full fence: the daemon sees the entry before it sleeps, or its sleep is seen here.
     fence()
