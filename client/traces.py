@@ -66,7 +66,7 @@ def _by_head(path: Path, name: str, array: NDArray[np.generic]) -> list[NDArray[
 def _scores(path: Path, names: list[str], arrays: Mapping[str, NDArray[np.generic]]) -> NDArray[np.float32] | None:
     if not any("s" + name in arrays for name in names):
         return None
-    parts = []
+    parts: list[NDArray[np.float32]] = []
     for name in names:
         scores = arrays.get("s" + name)
         if scores is None or scores.shape != arrays[name].shape:

@@ -171,7 +171,7 @@ def test_a_session_that_cannot_be_described_leaves_nothing(tmp_path: Path, monke
     def refuse(_descriptor: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(module.os, "dup", refuse)
+    monkeypatch.setattr("strataflux.daemon.tier.os.dup", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         tier.open_session(request())
     assert len(os.listdir("/proc/self/fd")) == descriptors
