@@ -68,8 +68,9 @@ class Board:
 
 
 def open_board(depth: int, doorbell: int, name: str = "threads") -> Board:
-    """A board for ``depth`` reads, without workers yet; ``name`` says whose they will be. ``doorbell`` is an eventfd that
-    ends a wait."""
+    """A board for ``depth`` reads without workers yet, whose ``name`` it bears; ``doorbell`` is an eventfd that ends a
+    wait.
+    """
     order = np.zeros(1 << max(depth - 1, 1).bit_length(), np.uint32)
     jobs = np.zeros(depth, JOB)
     words = np.zeros(2, np.uint64)
