@@ -168,7 +168,10 @@ class KvBlocks:
         False: all staging memory is taken. Try again later, or :meth:`give_up`.
         """
         self._renew()
-        if self._target is None or self._states[place] != _CLEAN:
+        if self._target is None:
+            return True
+        if self._states[place] != _CLEAN:  # nobody granted an id for it
+            self.give_up()
             return True
         if wait_seconds:
             done = self._target.put_waiting(int(self._ids[place]), payload, time.monotonic() + wait_seconds)
@@ -179,7 +182,7 @@ class KvBlocks:
         return done
 
     def give_up(self) -> None:
-        """Count a block that stays unrefined because nobody took it."""
+        """Count a block that stays unrefined: nobody took it in time, or nobody granted an id for it."""
         self.unrefined += 1
         if self._target is not None:
             self._target.count_dropped()

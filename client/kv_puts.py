@@ -191,7 +191,9 @@ class KvPuts:
     def replaced(self) -> None:
         """Another attachment took over: ids and puts of the one before are gone."""
         self.epoch += 1
-        self._settled.extend(Settled(block, layout.PUT_NONE) for _, block in self._under_way)
+        # Also what was accepted and not yet told of: its number may soon be another block's.
+        lost = [settled.block for settled in self._settled] + [block for _, block in self._under_way]
+        self._settled = [Settled(block, layout.PUT_NONE) for block in lost]
         self._under_way.clear()
         self._done = 0
         with self._answering:

@@ -18,6 +18,8 @@ class LocalRecords:
         self.full = False
         """All staging memory is taken."""
         self.result = layout.PUT_ACCEPTED
+        self.refuse = False
+        """Grants no ids."""
         self.late = False
         """Settles a put only when it is waited for, or asked for once more."""
         self.absent: set[int] = set()
@@ -33,7 +35,7 @@ class LocalRecords:
         self._held = False
 
     def reserve(self, blocks: int) -> list[int]:
-        free = [i for i in range(self._quota) if i not in self.granted]
+        free = [] if self.refuse else [i for i in range(self._quota) if i not in self.granted]
         if blocks > len(free):
             raise RefusedError("kv_reserve (quota)", f"{blocks} blocks", f"at most {len(free)}", "raise the quota")
         # From the end: places and ids differ.

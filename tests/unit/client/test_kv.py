@@ -378,3 +378,19 @@ def test_no_step_compiles(setup: Setup) -> None:
     steps(setup.decoder(cache), some_tokens(260))
     assert cache.statistics().hits > 0
     assert [len(f.signatures) for f in functions] == before
+
+
+def test_blocks_that_nobody_grants_an_id_for_are_counted(setup: Setup) -> None:
+    tokens = some_tokens(530)
+    cache = setup.cache()
+    decoder = setup.decoder(cache)
+    decoder.prefill(tokens[:390])
+    setup.records.reattach()
+    setup.records.refuse = True
+    steps(decoder, tokens[390:])
+    assert setup.blocks.unrefined == setup.records.dropped == 1
+    assert not setup.records.blocks
+    setup.records.refuse = False
+    decoder.reset()
+    decoder.prefill(tokens[:390])
+    assert len(setup.records.blocks) == 2

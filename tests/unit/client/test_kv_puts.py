@@ -196,12 +196,14 @@ def test_another_attachment_starts_with_other_ids(daemon: FakeDaemon) -> None:
 
     with attach(daemon, on_event=told, pause=lambda _: None) as session:
         kv = side(session)
+        first, second = kv.reserve(2)
+        kv.put(first, payload(1))
+        assert kv.wait_settled(FOREVER)  # accepted, and not told of before the attachment ends
         daemon.hold_puts = True
-        (block,) = kv.reserve(1)
-        kv.put(block, payload(1))
+        kv.put(second, payload(2))
         daemon.hang_up()
         attached.wait()
-        assert kv.settled() == [Settled(block, layout.PUT_NONE)]
+        assert kv.settled() == [Settled(first, layout.PUT_NONE), Settled(second, layout.PUT_NONE)]
         assert kv.epoch == 1
         daemon.hold_puts = False
         (block,) = kv.reserve(1)
