@@ -66,6 +66,7 @@ class PrivateDaemon:
         *,
         weight_cache_bytes: int,
         kv_cache_bytes: int = 0,
+        grace_seconds: float | None = None,
         options: Sequence[str] = (),
         start_seconds: float = 600.0,
         stop_seconds: float = 20.0,
@@ -76,6 +77,8 @@ class PrivateDaemon:
             stores: folders to serve.
             weight_cache_bytes: its RAM for weight records; raised to the daemon's least, 1 MiB.
             kv_cache_bytes: its RAM for KV records and for writing them, raised likewise.
+            grace_seconds: how long a step may hold evicted slots before its session is fenced; None takes the daemon's
+                default, which a CPU that is shared with others may exceed.
             options: more of the daemon's flags.
             start_seconds: the most to wait for READY. The first start of all compiles, which takes a minute or more.
             stop_seconds: the most to wait for its end before it is killed.
@@ -88,6 +91,7 @@ class PrivateDaemon:
             *(f"--store={store.absolute()}" for store in stores),
             *options,
         ]
+        self._config = None if grace_seconds is None else f"[reader]\ngrace_seconds = {grace_seconds}\n"
         self._start_seconds = start_seconds
         self._stop_seconds = stop_seconds
         # changed by start and stop
@@ -159,6 +163,9 @@ class PrivateDaemon:
         before = shared_memory_names()
         # -P: a checkout's folders share names with other packages, and the current folder may be a checkout.
         command = [sys.executable, "-P", "-c", _CHILD, str(os.getpid()), f"--runtime-dir={folder / 'd'}"]
+        if self._config is not None:
+            (folder / "config.toml").write_text(self._config)
+            command.append(f"--config={folder / 'config.toml'}")
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
                 [*command, *self._arguments],

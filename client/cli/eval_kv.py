@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["KvCommand", "run_eval_kv"]
 
 
+_GRACE_SECONDS = 60.0
+"""Of a daemon of one's own: nobody else waits for slots, and to be fenced in the middle is to lose all that was put."""
+
+
 @dataclass(frozen=True)
 class KvCommand:
     """What was asked for."""
@@ -90,7 +94,8 @@ def _daemon(command: KvCommand, weights: "DecoderWeights") -> Iterator[Path]:
     options, config = command.options, weights.config
     slots = parse_cache(command.kv_cache, options.slots_of(config, command.context), "--kv-cache")
     stores = [command.model / STORE] if (command.model / MANIFEST).exists() else []
-    daemon = PrivateDaemon(stores, weight_cache_bytes=0, kv_cache_bytes=options.daemon_bytes(config, slots))
+    kv_bytes = options.daemon_bytes(config, slots)
+    daemon = PrivateDaemon(stores, weight_cache_bytes=0, kv_cache_bytes=kv_bytes, grace_seconds=_GRACE_SECONDS)
     with progress("starting a daemon (its first start compiles)"):
         daemon.start()
     try:

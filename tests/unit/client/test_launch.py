@@ -55,6 +55,18 @@ def test_ready_then_gone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(base.iterdir()) == []
 
 
+def test_its_grace_and_kv_memory(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = """
+words = dict(word.partition("=")[::2] for word in sys.argv)
+os.mkdir(folder); open(folder + "/words", "w").write(open(words["--config"]).read() + words["--kv-cache"])
+ready(); signal.pause()
+"""
+    child(monkeypatch, program)
+    with daemon(kv_cache_bytes=3 << 20, grace_seconds=60.0) as private:
+        said = (private.runtime_dir / "words").read_text()
+    assert said == f"[reader]\ngrace_seconds = 60.0\n{3 << 20}"
+
+
 def test_one_that_leaves_nothing(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child(monkeypatch, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); ready(); signal.pause()")
     with daemon() as private:
