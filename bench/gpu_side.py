@@ -1,7 +1,8 @@
 """The memory of one attachment for GPU benchmarks: mapped read-only where a client's would be, and registered."""
 
 import ctypes
-from typing import Any
+import weakref
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,6 +27,14 @@ class HostRange:
             self._client = map_descriptor(self._daemon.read_only_descriptor(), self.size, writable=False)
         self.address, self.seen_at = self._daemon.address, self._client.address
         self.registration = HostRegistration(self.seen_at, self.size, writable=writable)
+        # Holds the maps: they outlive the registration also where a section fails and nobody calls close().
+        self._release = weakref.finalize(self, _release, self.registration, self._client, self._daemon)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def array(self, kind: Any, count: int, offset: int = 0) -> NDArray[Any]:
         """An array over the daemon's map."""
@@ -33,10 +42,16 @@ class HostRange:
 
     def close(self) -> None:
         """Unregister and unmap; arrays over it are void."""
+        self._release()
+
+
+def _release(registration: HostRegistration, client: Segment, daemon: Segment) -> None:
+    try:
         torch.cuda.synchronize()
-        self.registration.close()
-        self._client.close()
-        self._daemon.close()
+    finally:
+        registration.close()
+        client.close()
+        daemon.close()
 
 
 class BenchSide:
@@ -70,6 +85,12 @@ class BenchSide:
         offsets = place.astype(np.int64) * layout.SLOT_UNIT_BYTES
         self.record_addresses = torch.from_numpy(self.slots.seen_at + offsets)
         self.record_offsets = offsets
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Give the memory back."""

@@ -48,7 +48,11 @@ def device_attribute(name: str, device: int = 0) -> int:
 
 
 class HostRegistration:
-    """One range of host memory, reachable by kernels at its own address until :meth:`close`."""
+    """One range of host memory, reachable by kernels at its own address until :meth:`close`.
+
+    Close it before the memory is unmapped: the driver would keep the address, refuse whatever is registered there next,
+    and fail an allocation of device memory that meets it.
+    """
 
     def __init__(self, address: int, size: int, *, writable: bool) -> None:
         """Register ``size`` bytes at ``address``, both multiples of 4,096.
@@ -63,16 +67,20 @@ class HostRegistration:
         from cuda.bindings import runtime
 
         (status,) = runtime.cudaHostRegister(address, size, flags)
-        if not int(status) and device_attribute("can_use_host_pointer"):
+        self._registered = int(status) == 0
+        if self._registered and device_attribute("can_use_host_pointer"):
             self.access = Access.REGISTERED if writable else Access.REGISTERED_READ_ONLY
-        elif device_attribute("pageable_memory_access"):
+            return
+        # A refusal is answered here; left in the runtime it would be raised by the next library that asks.
+        runtime.cudaGetLastError()
+        self.close()
+        if device_attribute("pageable_memory_access"):
             self.access = Access.PAGEABLE
         else:
             raise CudaError(
                 f"{size} bytes of {'writable' if writable else 'read-only'} host memory: cudaHostRegister answered "
                 f"{status.name} and the device has no access to pageable memory; use the CPU path"
             )
-        self._registered = int(status) == 0
 
     def close(self) -> None:
         """Take the registration back; no kernel that uses it may be under way. Idempotent.
@@ -86,4 +94,5 @@ class HostRegistration:
 
             (status,) = runtime.cudaHostUnregister(self.address)
             if int(status):
+                runtime.cudaGetLastError()
                 raise CudaError(f"cudaHostUnregister failed: {status.name}")
