@@ -234,12 +234,8 @@ def parent(folder: Path, store: Path, times: int) -> int:
 
 
 def _warm(folder: Path, manifest: StoreManifest) -> None:
-    """Compile what a client compiles, in a child, so that the parent has neither threads nor maps to fork."""
-    child = os.fork()
-    if child == 0:
-        Session.attach([manifest], selections_per_step=LOOKUPS, runtime_dir=folder, client="warm").close()
-        os._exit(0)
-    os.waitpid(child, 0)
+    """Load what a client compiles into this process, once; a session that was closed leaves no thread to fork."""
+    Session.attach([manifest], selections_per_step=LOOKUPS, runtime_dir=folder, client="warm").close()
 
 
 def _decode(folder: Path, manifest: StoreManifest, rows: NDArray[np.uint8], seed: int, telling: int) -> None:
