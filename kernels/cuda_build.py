@@ -21,7 +21,15 @@ import torch
 
 from strataflux.proto.compiled import cache_folder
 
-__all__ = ["CudaError", "CudaFunction", "compile_instance", "cuda_available", "load_function"]
+__all__ = [
+    "CudaError",
+    "CudaFunction",
+    "compile_instance",
+    "cuda_available",
+    "device_capability",
+    "has_fast_path",
+    "load_function",
+]
 
 
 class CudaError(RuntimeError):
@@ -39,6 +47,17 @@ def cuda_available() -> bool:
     except ImportError:
         return False
     return True
+
+
+@cache
+def device_capability(device: int) -> tuple[int, int]:
+    """Compute capability of a device; asked once a process."""
+    return torch.cuda.get_device_capability(device)
+
+
+def has_fast_path(x: torch.Tensor) -> bool:
+    """Whether kernels in CUDA C++ run where ``x`` lies."""
+    return x.is_cuda and cuda_available() and device_capability(x.get_device()) >= (8, 0)
 
 
 class CudaFunction:
@@ -90,7 +109,7 @@ def load_function(source: Path, instance: str, device: int) -> CudaFunction:
     Raises:
         CudaError: it does not compile, or the driver does not take it.
     """
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = device_capability(device)
     with torch.cuda.device(device):
         return CudaFunction(*compile_instance(source, instance, f"sm_{major}{minor}"))
 

@@ -20,7 +20,6 @@ then the high.
 The fast path is CUDA C++ (lowbit_gemv.cu), the portable one Triton (lowbit_gemv_triton.py); both read the same bytes.
 """
 
-from functools import cache
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strataflux.kernels.cuda_build import cuda_available, load_function
+from strataflux.kernels.cuda_build import device_capability, has_fast_path, load_function
 
 __all__ = [
     "MAX_BATCH",
@@ -243,21 +242,12 @@ def gemv(
         )
     if x.dtype != torch.float16 or y.dtype != torch.float32 or not (x.is_contiguous() and y.is_contiguous()):
         raise ValueError(f"x {x.dtype} and y {y.dtype}: expected contiguous float16 and float32")
-    if path == "triton" or (path is None and not _has_fast_path(x)):
+    if path == "triton" or (path is None and not has_fast_path(x)):
         from strataflux.kernels.lowbit_gemv_triton import gemv_triton
 
         gemv_triton(weights, x, y, add=add)
     else:
         _launch(weights, x, y, add, plan or default_plan(weights))
-
-
-def _has_fast_path(x: Tensor) -> bool:
-    return x.is_cuda and cuda_available() and _capability(x.get_device()) >= (8, 0)
-
-
-@cache
-def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def _launch(weights: LowbitWeights, x: Tensor, y: Tensor, add: bool, plan: Plan) -> None:
@@ -266,7 +256,7 @@ def _launch(weights: LowbitWeights, x: Tensor, y: Tensor, add: bool, plan: Plan)
     function = load_function(_SOURCE, instance_name(weights, plan, x.shape[0], add=add), device)
     pointers = [np.uint64(tensor.data_ptr()) for tensor in (weights.words, weights.meta, x, y)]
     sizes = [np.int32(size) for size in (weights.rows, weights.inputs, strips, x.shape[0])]
-    early = plan.early and _capability(device) >= (9, 0)
+    early = plan.early and device_capability(device) >= (9, 0)
     function.launch(tiles // plan.tiles, 32 * plan.warps, [*pointers, *sizes], early=early)
 
 
@@ -278,7 +268,16 @@ def instance_name(weights: LowbitWeights, plan: Plan, batch: int, *, add: bool) 
 
 
 def default_plan(weights: LowbitWeights) -> Plan:
-    """The plan for a shape: as many warps as keep two strips each, at most sixteen."""
-    strips = weights.words.shape[1]
-    warps = next((count for count in (16, 8, 4, 2) if strips >= 2 * count), 1)
-    return Plan(1, warps, 2)
+    """The plan for a shape: what a sweep on an H200 found best or within 5 % of it, one input (docs/PERFORMANCE.md).
+
+    Few rows leave the device idle unless more warps share a block's strips; two tiles a warp use each input twice.
+    Codebooks of 16 values need registers for their tables and do better with one tile, except where rows abound.
+    """
+    tiles, strips = weights.words.shape[:2]
+    if weights.group == 0 and weights.bits == 4 and tiles < 1024:
+        plan = Plan(1, 8, 2) if tiles >= 320 else Plan(1, 16, 1)
+    else:
+        plan = Plan(2, 4 if tiles >= 1024 else 8 if tiles >= 320 else 16, 1)
+    while plan.warps > max(strips, 1):
+        plan = plan._replace(warps=plan.warps // 2)
+    return plan

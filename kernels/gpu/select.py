@@ -8,19 +8,30 @@ A program handles one chunk. It bisects the bits of ``|x|``, which order as the 
 at or above the middle as are wanted: mostly a dozen counts, 31 where only ties tell channels apart. Its part of the
 output begins at ``chunk · quota(k, 1024)``: hits first, then misses, each ascending, so that equal inputs and entries
 give equal lists whatever order programs run in.
+
+The fast path is CUDA C++ (select.cu): a thread a channel, and barriers that count. The portable one is the Triton
+below. Both give the same lists.
 """
 
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from strataflux.kernels.cuda_build import device_capability, has_fast_path, load_function
 from strataflux.kernels.gpu import cells
 from strataflux.kernels.select import SCORE_THRESHOLDS
 from strataflux.kernels.topk import CHUNK, quota, selected_count
 from strataflux.proto import layout
 
 __all__ = ["Selection", "score_thresholds", "select_and_look_up"]
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 _ABSENT = tl.constexpr(layout.ENTRY_ABSENT)
 _QUARANTINED = tl.constexpr(layout.ENTRY_QUARANTINED)
@@ -184,39 +195,40 @@ def select_and_look_up(
     table: int,
     first_oid: int,
     *,
-    warps: int = 4,
+    path: Literal["cuda", "triton"] | None = None,
 ) -> None:
     """Fill ``selection`` for the input ``x``, inside a step. Queued on the current stream; no allocation.
 
     Args:
-        x: [width] float32, float16 or bfloat16.
+        x: [width] float32, float16 or bfloat16, contiguous.
         block: int64, the attach block on the device (:mod:`~strataflux.kernels.gpu.cells`).
         thresholds: :func:`score_thresholds` of the device.
         selection: overwritten.
         table: table number; its directory has at least ``first_oid + width`` records, which the client has checked.
         first_oid: record of channel 0.
-        warps: warps of a program.
+        path: ``"cuda"`` or ``"triton"``; where None the first that this machine has.
 
     Raises:
-        ValueError: ``x`` is not of the width that the selection was made for.
+        ValueError: ``x`` is not of the width that the selection was made for, not contiguous, or of another type.
+        CudaError: the fast path was asked for and cannot be.
     """
     if x.shape != (selection.width,):
         raise ValueError(f"an input of shape {list(x.shape)}: the selection was made for [{selection.width}]")
+    if x.dtype not in _TYPES or not x.is_contiguous():
+        raise ValueError(
+            f"an input of {x.dtype}, strides {x.stride()}: contiguous floats of 32 or 16 bits have a kernel"
+        )
     if not selection.channels.numel():
         return
     chunks = -(-selection.width // CHUNK)
-    last = selection.width - (chunks - 1) * CHUNK
-    _select[(chunks,)](
-        x,
-        block,
-        thresholds,
-        selection.channels,
-        selection.addresses,
-        selection.width,
-        table,
-        first_oid,
-        quota(selection.k, CHUNK),
-        quota(selection.k, last),
-        CHUNK=CHUNK,
-        num_warps=warps,
-    )
+    quotas = quota(selection.k, CHUNK), quota(selection.k, selection.width - (chunks - 1) * CHUNK)
+    tensors = (x, block, thresholds, selection.channels, selection.addresses)
+    if path == "triton" or (path is None and not has_fast_path(x)):
+        _select[(chunks,)](*tensors, selection.width, table, first_oid, *quotas, CHUNK=CHUNK, num_warps=16)
+    else:
+        device = x.get_device()
+        function = load_function(_SOURCE, f"select_and_look_up<{_TYPES[x.dtype]}>", device)
+        pointers = [np.uint64(tensor.data_ptr()) for tensor in tensors]
+        sizes = [np.int32(size) for size in (selection.width, table, *quotas)]
+        early = device_capability(device) >= (9, 0)
+        function.launch(chunks, CHUNK, [*pointers, np.int64(first_oid), *sizes], early=early)

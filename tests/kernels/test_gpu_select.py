@@ -1,6 +1,14 @@
-"""Selection and look-up in one launch against the compiled client's, and a step's first and last node."""
+"""Selection and look-up in one launch against the compiled client's, and a step's first and last node.
 
-from collections.abc import Iterator
+Both paths run: Triton in its interpreter and the CUDA source on emulated blocks, or each on the GPU where there is one.
+"""
+
+import ctypes
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,6 +24,7 @@ from strataflux.kernels.gpu.step import begin_step, end_step
 from strataflux.kernels.select import select_reference
 from strataflux.kernels.topk import quota
 from strataflux.proto import layout
+from tests.fakes.emulation import emulated
 from tests.fakes.gpu_side import PAGES, RING_LOG2, Side
 
 # The interpreter computes lanes that a mask then throws away, and NumPy warns of what it finds in them.
@@ -23,6 +32,54 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 RECORDS = 3000
 FIRST = 100
+SOURCE = Path(__file__).parents[2] / "kernels" / "gpu" / "select.cu"
+
+Launch = Callable[[torch.Tensor, Side, Selection, int, int], None]
+
+
+def _on_device(path: Literal["cuda", "triton"]) -> Launch:
+    def launch(x: torch.Tensor, side: Side, selection: Selection, table: int, first: int) -> None:
+        thresholds = score_thresholds(side.device)
+        select_and_look_up(x.to(side.device), side.block, thresholds, selection, table, first, path=path)
+
+    return launch
+
+
+def _on_emulation(library: ctypes.CDLL) -> Launch:
+    def launch(x: torch.Tensor, side: Side, selection: Selection, table: int, first: int) -> None:
+        thresholds, width = score_thresholds(side.device), selection.width
+        tensors = (x, side.block, thresholds, selection.channels, selection.addresses)
+        quotas = quota(selection.k, 1024), quota(selection.k, (width - 1) % 1024 + 1)
+        run = library[f"run{[torch.float32, torch.float16, torch.bfloat16].index(x.dtype)}"]
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+        run(-(-width // 1024), *pointers, ctypes.c_int64(first), width, table, *quotas)
+
+    return launch
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The CUDA source with its three types, for the host."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the CUDA source for the host with")
+    runs = [
+        f"""extern "C" void run{i}(int blocks, void* x, i64* block, float* thresholds, int* channels, u64* addresses,
+        i64 first, int width, int table, int full, int last) {{
+          run_blocks(blocks, CHUNK, [=] {{
+            select_and_look_up<{i}>(x, block, thresholds, channels, addresses, first, width, table, full, last);
+          }});
+        }}"""
+        for i in range(3)
+    ]
+    return emulated(SOURCE, "\n".join(runs), tmp_path_factory.mktemp("select"))
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def launch(request: pytest.FixtureRequest) -> Launch:
+    """One path of the selection: on the GPU, or what stands for it here."""
+    if request.param == "triton" or torch.cuda.is_available():
+        return _on_device(request.param)
+    return _on_emulation(request.getfixturevalue("library"))
 
 
 @pytest.fixture
@@ -32,6 +89,16 @@ def pair(device: torch.device) -> Iterator[tuple[Side, Side]]:
     yield sides
     for side in sides:
         side.close()
+
+
+def test_numbers_in_the_cuda_source_are_ours() -> None:
+    found = {name: int(value) for name, value in re.findall(r"(\w+) = (\d+)[,\s]", SOURCE.read_text())}
+    named = [name for name in cells.__all__ if name in found]
+    assert len(named) == 18
+    assert {name: found[name] for name in named} == {name: getattr(cells, name).value for name in named}
+    fields = ("LAP_SHIFT", "LAPS", "SCORE_SHIFT", "TABLE_SHIFT")
+    assert {name: found[name] for name in fields} == {name: getattr(layout, name) for name in fields}
+    assert (layout.ENTRY_ABSENT, layout.ENTRY_QUARANTINED) == (0, 0xFFFFFFFF)
 
 
 def test_cells_are_the_clients() -> None:
@@ -67,14 +134,23 @@ def inputs(width: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("width", "k", "special"),
-    [(1024, 16, True), (1024, 16, False), (2500, 40, True), (2500, 7, False), (576, 1024, True), (100, 64, True)],
+    ("width", "k", "special", "dtype"),
+    [
+        (1024, 16, True, torch.float32),
+        (1024, 16, False, torch.float16),
+        (2500, 40, True, torch.float32),
+        (2500, 7, False, torch.bfloat16),
+        (576, 1024, True, torch.float32),
+        (100, 64, True, torch.float16),
+    ],
 )
-def test_it_does_what_the_client_does(pair: tuple[Side, Side], width: int, k: int, special: bool) -> None:
+def test_it_does_what_the_client_does(
+    pair: tuple[Side, Side], launch: Launch, width: int, k: int, special: bool, dtype: torch.dtype
+) -> None:
     host, gpu = pair
     fill(pair, width + k)
-    x = inputs(width, k) if special else torch.randn(width)
-    channels, scores = select_reference(x, k)
+    x = (inputs(width, k) if special else torch.randn(width)).to(dtype)
+    channels, scores = select_reference(x.float(), k)
     addresses = np.zeros(channels.numel(), np.uint64)
     ab.begin_step(host.host)
     directory.look_up(host.host, 1, channels.numpy() + FIRST, scores.numpy(), addresses, False)
@@ -82,7 +158,7 @@ def test_it_does_what_the_client_does(pair: tuple[Side, Side], width: int, k: in
 
     selection = Selection(k, width, gpu.device)
     begin_step(gpu.block)
-    select_and_look_up(x.to(gpu.device), gpu.block, score_thresholds(gpu.device), selection, 1, FIRST)
+    launch(x, gpu, selection, 1, FIRST)
     end_step(gpu.block)
     if gpu.device.type == "cuda":
         torch.cuda.synchronize()
@@ -110,13 +186,13 @@ def test_it_does_what_the_client_does(pair: tuple[Side, Side], width: int, k: in
     assert gpu.cell(ab.RUBBISH) == int(host.host[ab.RUBBISH])
 
 
-def test_a_fenced_session_misses_and_asks_for_nothing(pair: tuple[Side, Side]) -> None:
+def test_a_fenced_session_misses_and_asks_for_nothing(pair: tuple[Side, Side], launch: Launch) -> None:
     _, gpu = pair
     fill(pair, 1)
     gpu.block[ab.ENABLED] = 0
     selection = Selection(16, 1024, gpu.device)
     begin_step(gpu.block)
-    select_and_look_up(torch.randn(1024).to(gpu.device), gpu.block, score_thresholds(gpu.device), selection, 1, 0)
+    launch(torch.randn(1024), gpu, selection, 1, 0)
     end_step(gpu.block)
     assert not selection.addresses.any()
     assert gpu.cell(ab.DROPPED) == 16
@@ -124,7 +200,7 @@ def test_a_fenced_session_misses_and_asks_for_nothing(pair: tuple[Side, Side]) -
     assert not gpu.stamps.any()
 
 
-def test_positions_go_round_the_ring_with_their_lap(pair: tuple[Side, Side]) -> None:
+def test_positions_go_round_the_ring_with_their_lap(pair: tuple[Side, Side], launch: Launch) -> None:
     _, gpu = pair
     gpu.words[:] = layout.ENTRY_ABSENT
     start = (3 << RING_LOG2) - 5
@@ -132,7 +208,7 @@ def test_positions_go_round_the_ring_with_their_lap(pair: tuple[Side, Side]) -> 
     gpu.view["ring_head"] = start - 2
     selection = Selection(16, 1024, gpu.device)
     begin_step(gpu.block)
-    select_and_look_up(torch.randn(1024).to(gpu.device), gpu.block, score_thresholds(gpu.device), selection, 1, 0)
+    launch(torch.randn(1024), gpu, selection, 1, 0)
     end_step(gpu.block)
     assert int(gpu.session["ring_tail"][0]) == start + 16
     assert (gpu.ring[-5:] >> 56).tolist() == [3] * 5
@@ -144,3 +220,5 @@ def test_another_width_is_refused(device: torch.device) -> None:
     selection = Selection(16, 1024, device)
     with pytest.raises(ValueError, match=r"made for \[1024\]"):
         select_and_look_up(torch.zeros(576), torch.zeros(1), torch.zeros(1), selection, 0, 0)
+    with pytest.raises(ValueError, match=r"contiguous floats"):
+        select_and_look_up(torch.zeros(1024).double(), torch.zeros(1), torch.zeros(1), selection, 0, 0)

@@ -2,7 +2,6 @@
 
 import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 from strataflux.kernels.lowbit_gemv import (
     LowbitWeights,
     Plan,
+    default_plan,
     gemv,
     gemv_reference,
     instance_name,
@@ -19,6 +19,7 @@ from strataflux.kernels.lowbit_gemv import (
     pack_scaled,
     unpack,
 )
+from tests.fakes.emulation import emulated
 
 pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
 
@@ -81,16 +82,6 @@ def test_portable_path(bits: int, shape: tuple[int, int, int, int], device: torc
     assert close(y, 1 + x.double() @ values.t())
 
 
-def emulated(source: str, folder: Path) -> ctypes.CDLL:
-    """The library of a C++ source that includes the emulation and the kernel."""
-    (folder / "case.cpp").write_text(
-        f'#include "{Path(__file__).parent}/warp_emulation.h"\n#include "{SOURCE}"\n{source}'
-    )
-    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-o", "case.so", "case.cpp"]
-    subprocess.run(command, cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "case.so"))
-
-
 CASES = (
     # kind, bits, group, rows, inputs, batch, plan, add
     ("scaled", 4, 128, 33, 640, 1, Plan(1, 2, 2), False),
@@ -113,6 +104,7 @@ def test_cuda_source_on_an_emulated_warp(case: tuple[str, int, int, int, int, in
     y = torch.full((batch, rows), 1.0 if add else torch.nan)
     tiles, strips = packed.words.shape[:2]
     library = emulated(
+        SOURCE,
         f"""extern "C" void run(const uint4* words, const uint4* meta, const u16* x, float* y) {{
           run_blocks({tiles // plan.tiles}, {32 * plan.warps}, [=] {{
             {instance_name(packed, plan, batch, add=add)}(words, meta, x, y, {rows}, {inputs}, {strips}, {batch});
@@ -144,6 +136,22 @@ def test_what_has_no_kernel_is_refused(rows: int, inputs: int, bits: int, group:
     pairs = torch.zeros(rows, max(1, inputs // group))
     with pytest.raises(ValueError, match=message):
         pack_scaled(codes, pairs.half(), pairs.byte(), bits, group)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "bits", "group", "plan"),
+    [
+        (28672, 4096, 4, 128, Plan(2, 4, 1)),
+        (6144, 4096, 3, 128, Plan(2, 8, 1)),
+        (4096, 14336, 3, 0, Plan(2, 16, 1)),
+        (6144, 4096, 4, 0, Plan(1, 8, 2)),
+        (4096, 4096, 4, 0, Plan(1, 16, 1)),
+        (64, 576, 4, 64, Plan(2, 2, 1)),
+    ],
+)
+def test_plans_are_what_was_measured(rows: int, inputs: int, bits: int, group: int, plan: Plan) -> None:
+    words = torch.empty(2 * -(-rows // 32), -(-inputs // 256), bits, 32, 4, dtype=torch.int32, device="meta")
+    assert default_plan(LowbitWeights(words, words, rows, inputs, bits, group)) == plan
 
 
 def test_operands_are_checked() -> None:
