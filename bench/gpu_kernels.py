@@ -23,21 +23,14 @@ import triton.language as tl
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from gpu_side import BenchSide, HostRange
-from gpu_timing import Rows, microseconds, relative_error
+from gpu_records import bundle_kernels, refine_kernels, select_kernels
+from gpu_side import HostRange
+from gpu_timing import SHAPES, Rows, microseconds, relative_error
 
 from strataflux.kernels import cuda_build, lowbit_gemv
-from strataflux.kernels.gpu.bundle import bundle_reference, bundle_scratch, record_bytes, refine_bundles
 from strataflux.kernels.gpu.host_memory import device_attribute
-from strataflux.kernels.gpu.refine import RefinePlan, refine
-from strataflux.kernels.gpu.select import Selection, score_thresholds, select_and_look_up
-from strataflux.kernels.gpu.step import begin_step, end_step
-from strataflux.kernels.lowbit_gemv import STRIP, LowbitWeights, Plan, gemv, gemv_reference
-from strataflux.kernels.select import select_reference
-from strataflux.proto import layout
+from strataflux.kernels.lowbit_gemv import STRIP, LowbitWeights, Plan, default_plan, gemv, gemv_reference
 
-SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-"""Outputs and inputs of the projection sets of Llama-3.1-8B."""
 LAYERS = 32
 VARIANTS = {"4-bit": (4, 128), "3-bit": (3, 128), "codebook 4": (4, 0), "codebook 3": (3, 0), "codebook 2": (2, 0)}
 PLANS = [Plan(t, w, d) for t in (1, 2) for w in (4, 8, 16) for d in (1, 2, 4) if t * d < 8]
@@ -118,23 +111,23 @@ def ceilings(rows: Rows) -> None:
     took = microseconds(lambda: torch.matmul(m, n), replays=5)
     rows.add("ceiling", "bf16 matrix product", teraflops=2 * 8192**3 / took / 1e6)
 
-    memory = HostRange("gather", 512 << 20)
-    memory.array(ctypes.c_uint32, memory.size // 4)[:] = np.arange(memory.size // 4, dtype=np.uint32)
-    for size in (512, 2048, 8192, 16384):
-        count = min(4096, (16 << 20) // size)
-        offsets = torch.randint(0, memory.size // size, (count,), device="cuda") * size
-        out = torch.empty(count * size // 4, dtype=torch.int32, device="cuda")
-        rates = {}
-        for programs in (4, 8, 16, 32, 64, 132, 264):
-            gather = lambda p=programs: _gather[(p,)](memory.seen_at, offsets, out, count, size // 4, num_warps=4)
-            rates[programs] = round(count * size / microseconds(gather, replays=7) / 1e3, 2)
-        expected = offsets[:, None] // 4 + torch.arange(size // 4, device="cuda")
-        right = bool((out.view(count, -1) == expected).all())
-        few = lambda: _gather[(64,)](memory.seen_at, offsets, out, 64, size // 4, num_warps=4)
-        rows.add(
-            "ceiling", f"link gather {size} B", access=memory.registration.access.value, right=right,
-            gigabytes_per_second=rates, microseconds_for_64=microseconds(few),
-        )  # fmt: skip
+    with HostRange("gather", 512 << 20) as memory:
+        memory.array(ctypes.c_uint32, memory.size // 4)[:] = np.arange(memory.size // 4, dtype=np.uint32)
+        for size in (512, 2048, 8192, 16384):
+            count = min(4096, (16 << 20) // size)
+            offsets = torch.randint(0, memory.size // size, (count,), device="cuda") * size
+            out = torch.empty(count * size // 4, dtype=torch.int32, device="cuda")
+            rates = {}
+            for programs in (4, 8, 16, 32, 64, 132, 264):
+                gather = lambda p=programs: _gather[(p,)](memory.seen_at, offsets, out, count, size // 4, num_warps=4)
+                rates[programs] = round(count * size / microseconds(gather, replays=7) / 1e3, 2)
+            expected = offsets[:, None] // 4 + torch.arange(size // 4, device="cuda")
+            right = bool((out.view(count, -1) == expected).all())
+            few = lambda: _gather[(64,)](memory.seen_at, offsets, out, 64, size // 4, num_warps=4)
+            rows.add(
+                "ceiling", f"link gather {size} B", access=memory.registration.access.value, right=right,
+                gigabytes_per_second=rates, microseconds_for_64=microseconds(few),
+            )  # fmt: skip
     pinned = torch.empty(256 << 20, dtype=torch.uint8).pin_memory()
     there = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     took = microseconds(lambda: there.copy_(pinned, non_blocking=True), replays=5)
@@ -154,6 +147,10 @@ def build(rows: Rows) -> None:
     for bits, group in CHECKED_KINDS:
         weights = random_weights(32, 256, bits, group)
         names |= {lowbit_gemv.instance_name(weights, plan, 1, add=False) for plan in PLANS if group != 64}
+        for outputs, inputs in SHAPES.values() if group != 64 else ():
+            tiles, strips = outputs // 16, inputs // STRIP
+            shaped = weights._replace(words=weights.words[:1, :1].expand(tiles, strips, -1, -1, -1))
+            names |= {lowbit_gemv.instance_name(weights, default_plan(shaped), b, add=False) for b in (1, 16)}
         for plan, batch, add in itertools.product(CHECKED, (1, 16), (False, True)):
             names.add(lowbit_gemv.instance_name(weights, plan, batch, add=add))
     source = Path(lowbit_gemv.__file__).with_suffix(".cu")
@@ -170,7 +167,7 @@ def gemv_correct(rows: Rows) -> None:
         weights = random_weights(outputs, inputs, bits, group)
         x = torch.randn(batch, inputs, device="cuda").half()
         expected = gemv_reference(weights, x)
-        plans = [*CHECKED, CHECKED[0]._replace(early=False)]
+        plans = [*CHECKED, CHECKED[0]._replace(early=False), default_plan(weights)]
         if batch == 1 and group != 64:
             plans += PLANS
         for plan in plans:
@@ -202,7 +199,7 @@ def many(make: Callable[[], LowbitWeights]) -> list[LowbitWeights]:
     return [first, *(make() for _ in range(max(3, int(3e8 / first.bytes))))]
 
 
-def gemv_sweep(rows: Rows, best: dict[tuple[str, str], Plan]) -> None:
+def gemv_sweep(rows: Rows) -> None:
     """The fastest plan for each variant and shape, and what the early start is worth to it."""
     for variant, (bits, group) in VARIANTS.items():
         for name, (outputs, inputs) in SHAPES.items():
@@ -216,17 +213,17 @@ def gemv_sweep(rows: Rows, best: dict[tuple[str, str], Plan]) -> None:
                 body = lambda p=plan: [gemv(w, x, y, plan=p, path="cuda") for w in weights]
                 times[plan] = microseconds(body, replays=7) / len(weights)
             fast = sorted(times, key=lambda plan: times[plan])
-            best[variant, name] = fast[0]
             late = fast[0]._replace(early=False)
             without = microseconds(lambda: [gemv(w, x, y, plan=late, path="cuda") for w in weights]) / len(weights)
             rows.add(
                 "gemv sweep", f"{variant} {name}", microseconds=times[fast[0]], without_early_start=without,
                 terabytes_per_second=weights[0].bytes / times[fast[0]] / 1e6,
                 plans=[(tuple(plan)[:3], round(times[plan], 2)) for plan in fast[:6]], slowest=times[fast[-1]],
+                default=round(times[default_plan(weights[0])], 2),
             )  # fmt: skip
 
 
-def stack(rows: Rows, best: dict[tuple[str, str], Plan]) -> None:
+def stack(rows: Rows) -> None:
     """All linear layers of Llama-3.1-8B, one token: BF16 and each variant, all weights different, one graph each."""
     xb = {i: torch.randn(1, i, device="cuda", dtype=torch.bfloat16) for _, i in SHAPES.values()}
     dense = [torch.randn(o, i, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS) for o, i in SHAPES.values()]
@@ -242,15 +239,14 @@ def stack(rows: Rows, best: dict[tuple[str, str], Plan]) -> None:
              terabytes_per_second=size / min(base[1], as_vector) / 1e6)  # fmt: skip
     base[1] = min(base[1], as_vector)
     for variant, (bits, group) in VARIANTS.items():
-        layers = [(n, random_weights(*SHAPES[n], bits, group)) for _ in range(LAYERS) for n in SHAPES]
-        size = sum(w.bytes for _, w in layers)
+        layers = [random_weights(*shape, bits, group) for _ in range(LAYERS) for shape in SHAPES.values()]
+        size = sum(w.bytes for w in layers)
         times = {}
         for batch in (1, 4, 16):
             x = {i: torch.randn(batch, i, device="cuda").half() for _, i in SHAPES.values()}
             y = {o: torch.empty(batch, o, device="cuda") for o, _ in SHAPES.values()}
-            plans = {n: best.get((variant, n)) for n in SHAPES}
             times[batch] = microseconds(
-                lambda: [gemv(w, x[w.inputs], y[w.rows], plan=plans[n], path="cuda") for n, w in layers], replays=9
+                lambda: [gemv(w, x[w.inputs], y[w.rows], path="cuda") for w in layers], replays=9
             )
         rows.add(
             "stack", variant, milliseconds={b: t / 1e3 for b, t in times.items()},
@@ -258,159 +254,9 @@ def stack(rows: Rows, best: dict[tuple[str, str], Plan]) -> None:
         )  # fmt: skip
         if variant == "4-bit":
             portable = microseconds(
-                lambda: [gemv(w, x[w.inputs][:1], y[w.rows][:1], path="triton") for _, w in layers], replays=3
+                lambda: [gemv(w, x[w.inputs][:1], y[w.rows][:1], path="triton") for w in layers], replays=3
             )
             rows.add("stack", f"{variant}, portable path", milliseconds=portable / 1e3, speedup=base[1] / portable)
-
-
-# --- select, refine, bundles ------------------------------------------------------------------------------------------
-
-
-def select_kernels(rows: Rows) -> None:
-    """Selection with look-up: right, and its time per projection set with hits and with a fifth of misses."""
-    records = 40 * 14336
-    side = BenchSide(records, 256, ring_log2=18)
-    thresholds = score_thresholds(torch.device("cuda"))
-    for width, k in ((4096, 16), (4096, 32), (14336, 16), (14336, 32), (1000, 5)):
-        x = torch.randn(40, width, device="cuda")
-        x[:, ::97] = x[:, 1:2]
-        for missing in (0.0, 0.2):
-            side.words[:] = side.entries
-            absent = np.random.default_rng(1).random(records) < missing
-            side.words[absent] = layout.ENTRY_ABSENT
-            selections = [Selection(k, width, torch.device("cuda")) for _ in range(40)]
-            side.block[8] = side.block[9] = side.block[10] = 0  # TAIL, LIMIT, DROPPED
-            begin_step(side.block)
-            for i, selection in enumerate(selections):
-                select_and_look_up(x[i], side.block, thresholds, selection, 0, i * width)
-            end_step(side.block)
-            torch.cuda.synchronize()
-            wrong, asked = 0, set()
-            for i, selection in enumerate(selections):
-                channels, scores = select_reference(x[i].cpu(), k)
-                oids = channels + i * width
-                found = dict(zip(selection.channels.tolist(), selection.addresses.tolist(), strict=True))
-                expected = {
-                    int(c): 0 if absent[o] else int(side.record_addresses[o])
-                    for c, o in zip(channels, oids, strict=True)
-                }
-                wrong += found != expected
-                asked |= {int(s) << 48 | int(o) for o, s in zip(oids, scores, strict=True) if absent[o]}
-            tail = int(side.session_page["ring_tail"][0])
-            pushed = {int(entry) & ((1 << 56) - 1) for entry in side.ring[:tail]}
-            times = {}
-            for warps in (1, 2, 4, 8, 16):
-                side.block[8] = 0
-
-                def body(warps: int = warps) -> None:
-                    begin_step(side.block)
-                    for i, selection in enumerate(selections):
-                        select_and_look_up(x[i], side.block, thresholds, selection, 0, i * width, warps=warps)
-                    end_step(side.block)
-
-                times[warps] = round(microseconds(body) / 40, 2)
-            rows.add(
-                "select", f"width {width}, k {k}, {missing:.0%} missing", wrong_selections=wrong,
-                requests_right=pushed == asked and tail == len(asked), microseconds_by_warps=times,
-            )  # fmt: skip
-
-
-def refine_kernels(rows: Rows) -> None:
-    """Refinement in place: right, repeatable, and its rate by plan, all records present."""
-    for name, (outputs, inputs) in SHAPES.items():
-        size = outputs // 2
-        records = (400 << 20) // size
-        side = BenchSide(records, size)
-        random = np.random.default_rng(2)
-        side.slots.array(ctypes.c_uint64, side.slots.size // 8)[:] = random.integers(0, 1 << 63, side.slots.size // 8)
-        scale = torch.rand(outputs, device="cuda") * 0.01
-        for k in (16, 32) if name != "gate_up" else (16,):
-            selections = [Selection(k, inputs, torch.device("cuda")) for _ in range(16)]
-            count = selections[0].channels.numel()
-            picks = [torch.from_numpy(random.permutation(records)[:count]) for _ in selections]
-            for selection, pick in zip(selections, picks, strict=True):
-                selection.channels.copy_(torch.randperm(inputs)[:count])
-                selection.addresses.copy_(side.record_addresses[pick])
-            x = torch.randn(inputs, device="cuda")
-            raw = side.slots.array(ctypes.c_uint8, side.slots.size)
-            chosen = np.stack([raw[o : o + size] for o in side.record_offsets[picks[0].numpy()]])
-            taken = torch.from_numpy(chosen).cuda()
-            codes = torch.stack((taken & 15, taken >> 4), dim=-1).flatten(1).double() - 8
-            expected = scale.double() * (x[selections[0].channels.long()].double() @ codes)
-            worst, equal, rates = 0.0, True, {}
-            for blocks, split, programs in itertools.product(
-                (
-                    (16, 32, 4),
-                    (32, 32, 4),
-                    (64, 32, 4),
-                    (64, 32, 8),
-                    (16, 64, 4),
-                    (32, 64, 4),
-                    (64, 64, 8),
-                    (32, 128, 8),
-                ),
-                (1, 2, 4),
-                (16, 32, 64, 132),
-            ):
-                plan = RefinePlan(programs, blocks[0], blocks[1], split, blocks[2])
-                units = -(-outputs // (8 * plan.words)) * split
-                if (programs > 16 and units <= programs // 2) or (split > 1 and units > 2 * 132):
-                    continue
-                y = torch.zeros(outputs, device="cuda")
-                refine(y, x, selections[0], scale, plan)
-                worst = max(worst, relative_error(y, expected))
-                if split == 1:
-                    again = torch.zeros_like(y)
-                    refine(again, x, selections[0], scale, plan)
-                    equal &= bool(torch.equal(y, again))
-                took = microseconds(lambda p=plan: [refine(y, x, s, scale, p) for s in selections], replays=5) / 16
-                rates[plan] = (round(took, 2), round(count * size / took / 1e3, 2))
-            order = sorted(rates, key=lambda plan: rates[plan][0])
-            ordered = [plan for plan in order if plan.split == 1]
-            few = [plan for plan in order if plan.programs <= 16]
-            rows.add(
-                "refine", f"{name} k {k}", bytes=count * size, worst_error=worst, repeats_equal=equal,
-                best=[(tuple(p), *rates[p]) for p in order[:4]],
-                best_ordered=[(tuple(p), *rates[p]) for p in ordered[:3]],
-                best_16_programs=[(tuple(p), *rates[p]) for p in few[:2]],
-            )  # fmt: skip
-        side.close()
-
-
-def bundle_kernels(rows: Rows) -> None:
-    """Neuron bundles of Llama-3.1-8B: right, and their rate by plan."""
-    d_model, neurons, k = 4096, 14336, 12
-    size = record_bytes(d_model)
-    side = BenchSide(8 * neurons // 4, size)
-    raw = side.slots.array(ctypes.c_uint8, side.slots.size)
-    random = np.random.default_rng(3)
-    raw[:] = random.integers(0, 256, raw.size, dtype=np.uint8)
-    for offset in side.record_offsets:
-        raw[offset + 2 * d_model : offset + size] = np.full(3, 0.003, np.float32).view(np.uint8)
-    selections = [Selection(k, neurons, torch.device("cuda")) for _ in range(8)]
-    count = selections[0].channels.numel()
-    picks = [random.permutation(len(side.record_offsets))[:count] for _ in selections]
-    for selection, pick in zip(selections, picks, strict=True):
-        selection.channels.copy_(torch.randperm(neurons)[:count])
-        selection.addresses.copy_(side.record_addresses[pick])
-    x, down_scale = torch.randn(d_model, device="cuda"), torch.rand(d_model, device="cuda") * 0.01
-    g, u = torch.randn(2, neurons, device="cuda")
-    factors = bundle_scratch(selections[0])
-    records = torch.from_numpy(np.stack([raw[o : o + size] for o in side.record_offsets[picks[0]]])).cuda()
-    chosen = selections[0].channels.long()
-    expected = bundle_reference(x, g[chosen], u[chosen], records, down_scale)
-    times, worst = {}, 0.0
-    for plan in ((16, 32, 4), (32, 32, 4), (64, 32, 8), (32, 64, 8), (64, 16, 4), (128, 32, 8)):
-        y = torch.zeros(d_model, device="cuda")
-        refine_bundles(y, x, g, u, selections[0], down_scale, factors, plan)
-        worst = max(worst, relative_error(y, expected))
-        took = microseconds(
-            lambda p=plan: [refine_bundles(y, x, g, u, s, down_scale, factors, p) for s in selections], replays=5
-        ) / 8  # fmt: skip
-        times[plan] = (round(took, 2), round(count * size / took / 1e3, 2))
-    order = sorted(times, key=lambda plan: times[plan])
-    side.close()
-    rows.add("bundle", f"k {k}", bytes=count * size, worst_error=worst, best=[(p, *times[p]) for p in order[:4]])
 
 
 def child(rows: Rows, section: str, command: list[str], seconds: float) -> None:
@@ -426,25 +272,25 @@ def main() -> None:
     """Run every section within the time given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=470.0)
-    parser.add_argument("--replays", type=int, default=1_000_000, help="of the coherence proof")
+    parser.add_argument("--seconds", type=float, default=175.0)
+    parser.add_argument("--coherence", action="store_true", help="the proof of gpu_coherence.py, 60 seconds more")
     options = parser.parse_args()
-    rows = Rows(options.out, options.seconds)
-    best: dict[tuple[str, str], Plan] = {}
+    rows = Rows(options.out, options.seconds + 110 * options.coherence)
     torch.manual_seed(0)
     torch.zeros(1, device="cuda")
     rows.run("environment", lambda: environment(rows))
     rows.run("gemv", lambda: build(rows))
+    rows.run("stack", lambda: stack(rows))
+    rows.run("refine", lambda: refine_kernels(rows))
+    rows.run("bundle", lambda: bundle_kernels(rows))
+    rows.run("select", lambda: select_kernels(rows))
     rows.run("gemv", lambda: gemv_correct(rows))
     rows.run("ceiling", lambda: ceilings(rows))
-    rows.run("gemv sweep", lambda: gemv_sweep(rows, best))
-    rows.run("stack", lambda: stack(rows, best))
-    rows.run("select", lambda: select_kernels(rows))
-    rows.run("bundle", lambda: bundle_kernels(rows))
-    coherence = [str(HERE / "gpu_coherence.py"), "--replays", str(options.replays), "--seconds", "60"]
-    rows.run("coherence", lambda: child(rows, "coherence", coherence, 110))
+    rows.run("gemv sweep", lambda: gemv_sweep(rows))
     rows.run("gemlite", lambda: child(rows, "gemlite", [str(HERE / "gpu_gemlite.py")], 90))
-    rows.run("refine", lambda: refine_kernels(rows))
+    if options.coherence:
+        coherence = [str(HERE / "gpu_coherence.py"), "--seconds", "60"]
+        rows.run("coherence", lambda: child(rows, "coherence", coherence, 110))
 
 
 if __name__ == "__main__":

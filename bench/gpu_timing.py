@@ -1,5 +1,6 @@
 """What the GPU benchmarks share: rows flushed as they come, times of graph replays, errors against float64."""
 
+import gc
 import json
 import time
 import traceback
@@ -9,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+"""Outputs and inputs of the projection sets of Llama-3.1-8B."""
 
 
 class Rows:
@@ -44,8 +48,11 @@ class Rows:
             body()
         except Exception as error:
             self.add(section, "failed", error=repr(error)[:1500], where=traceback.format_exc()[-1500:])
-        finally:
+        gc.collect()  # what a failed section still held: its memory, and the registrations of that
+        try:
             torch.cuda.empty_cache()
+        except RuntimeError as error:
+            self.add(section, "left an error behind", error=repr(error)[:500])
 
 
 def _short(value: Any) -> str:
