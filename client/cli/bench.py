@@ -1,5 +1,6 @@
 """``strataflux bench``: measure this machine."""
 
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,7 @@ import typer
 
 from strataflux.client.cli.output import Output, progress
 
-__all__ = ["fill", "lookup", "register"]
+__all__ = ["fill", "lookup", "put", "register"]
 
 
 def lookup(
@@ -61,9 +62,34 @@ def fill(
     output.result(found)
 
 
+def put(
+    blocks: Annotated[int, typer.Option(min=8, help="Blocks of 4 MiB a round.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each; medians count.")] = 3,
+    folder: Annotated[Path | None, typer.Option(help="Where the files lie; else the user's cache folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object to stdout.")] = False,
+) -> None:
+    """Bytes a second of KV blocks that a daemon of its own writes, against fio writing in sequence."""
+    from strataflux.client.bench.fill import default_folder
+    from strataflux.client.bench.put import PutSetup, bench_put
+
+    output = Output(as_json)
+    setup = PutSetup(blocks=blocks, rounds=rounds)
+    root = folder or default_folder()
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root) as own, progress("putting blocks"):
+        result = bench_put(Path(own), setup)
+    fio = f"{result.ratio_to_fio:.2f} of fio's rate" if result.ratio_to_fio else "fio is not installed"
+    output.print(
+        f"{result.bytes_per_second / 1e6:,.0f} MB/s; {fio}; a step of 2,048 look-ups: "
+        f"{result.step_microseconds_quiet:.0f} us, with puts under way {result.step_microseconds_with_puts:.0f} us"
+    )
+    output.result({**asdict(setup), **asdict(result)})
+
+
 def register(app: typer.Typer) -> None:
     """Add ``bench`` and its sub-commands."""
     bench = typer.Typer(no_args_is_help=True, help="Measure this machine.")
     bench.command()(lookup)
     bench.command()(fill)
+    bench.command()(put)
     app.add_typer(bench, name="bench")
