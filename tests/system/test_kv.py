@@ -14,7 +14,8 @@ from strataflux.client.evaluate.scoring import score
 from strataflux.client.kv_options import KvOptions
 from strataflux.client.launch import PrivateDaemon
 from strataflux.client.prepare.prepared import PreparedModel
-from strataflux.client.prepare.write import PrepareSettings, prepare
+from strataflux.client.prepare.settings import PrepareSettings
+from strataflux.client.prepare.write import prepare
 from strataflux.client.refined import RefinedModel
 from strataflux.client.runtime.models import DecoderWeights
 from tests.system.test_demo import tiny_source
