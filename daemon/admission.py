@@ -75,9 +75,10 @@ class Admission:
             raise Refusal("limit", "sessions", str(len(holders)), limit, "close one, or raise the limit")
 
     def _find_stores(self, hello: Hello, peer: Peer, holders: Sequence[Holder]) -> tuple[int, ...]:
-        if not 0 < len(hello.stores) <= MAX_ATTACHED_TABLES:
+        tables = len(hello.stores) + (hello.kv is not None)
+        if not 0 < tables <= MAX_ATTACHED_TABLES:
             limit = f"1 … {MAX_ATTACHED_TABLES}"
-            raise Refusal("limit", "stores of one session", str(len(hello.stores)), limit, "name the stores it uses")
+            raise Refusal("limit", "stores and KV of one session", str(tables), limit, "name the stores it uses")
         indices = tuple(self._find_store(wanted, peer) for wanted in hello.stores)
         twice = [index for index, count in Counter(indices).items() if count > 1]
         if twice:

@@ -178,8 +178,12 @@ class Server(Generic[S]):
     async def startup(self) -> None:
         """From nothing to READY: preflight, lock, stores, reader, attach, control, metrics."""
         config = self.config
+        if not config.stores and not config.kv.sessions:
+            raise ConfigError(
+                "store", "no store and no KV", "something to serve", "add a [[store]], or set kv.sessions"
+            )
         if not config.stores:
-            raise ConfigError("store", "no store", "at least one", "add a [[store]] table, or --store FOLDER")
+            _LOG.warning("no store is configured: sessions can keep KV, and nothing else")
         require_memory(config.cache.weight_bytes, config.cache.kv_bytes, available_memory())
         activated = activated_sockets(self._environment, os.getpid())
         for listener in activated.values():

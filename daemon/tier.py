@@ -112,7 +112,7 @@ class Tier:
         """Segments for each domain's share of the weight budget, exact to a page, and room in the address range for the
         KV places'; at most 64 in all.
         """
-        domains = max(store.domain for store in self.stores) + 1
+        domains = max((store.domain for store in self.stores), default=-1) + 1
         total_pages = max(weight_bytes // layout.CACHE_PAGE_BYTES, domains)
         shares = self._shares(total_pages, domains)
         places = kv.places if kv is not None else 0
@@ -145,6 +145,8 @@ class Tier:
 
     def _shares(self, pages: int, domains: int) -> list[int]:
         """Pages of each domain, by the bytes of its stores; every domain gets at least one."""
+        if not domains:
+            return []
         sizes = [sum(s.manifest.records_bytes for s in self.stores if s.domain == domain) for domain in range(domains)]
         shares = [max(pages * size // sum(sizes), 1) for size in sizes]
         shares[int(np.argmax(shares))] += pages - sum(shares)
@@ -195,9 +197,12 @@ class Tier:
     def _make_pool(self, depth: int) -> mmap.mmap:
         """The bounce pool: one part a window, large enough for any record's aligned window, and to merge small ones."""
         largest = max(
-            layout.round_up(section.record_bytes, store.alignment) + 2 * store.alignment
-            for store in self.stores
-            for section in store.manifest.sections
+            (
+                layout.round_up(section.record_bytes, store.alignment) + 2 * store.alignment
+                for store in self.stores
+                for section in store.manifest.sections
+            ),
+            default=0,
         )
         window_bytes = layout.round_up(max(largest, _WINDOW_MIN), mmap.PAGESIZE)
         pool = mmap.mmap(-1, depth * window_bytes)

@@ -206,8 +206,9 @@ def test_one_bad_store_among_good_ones(start: Start, store: SmallStore, tmp_path
     refused(start, "--store", store.path, "--store", bad.path)
 
 
-def test_no_store(start: Start) -> None:
-    assert "--store FOLDER" in refused(start)
+def test_nothing_to_serve(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "none.toml").write_text("[kv]\nsessions = 0\n")
+    assert "add a [[store]]" in refused(start, "--config", str(tmp_path / "none.toml"))
 
 
 def test_cache_larger_than_memory(start: Start, store: SmallStore) -> None:
