@@ -12,7 +12,7 @@ from strataflux.client.cli.options import JsonOption
 from strataflux.client.cli.output import EXIT_FAILURE, Output, progress
 from strataflux.client.errors import InputError
 
-__all__ = ["register", "repair", "verify"]
+__all__ = ["FolderArgument", "RateOption", "ThreadsOption", "Throttle", "register", "repair", "verify"]
 
 _SHOWN = 20
 

@@ -24,10 +24,13 @@ json_values = st.recursive(
     max_leaves=12,
 )
 kv = st.builds(
-    m.KvGeometry,
+    lambda kind, tokens, groups, heads, size, blocks: m.KvGeometry(
+        kind, tokens * groups, tokens, groups * heads, size, blocks
+    ),
     st.sampled_from(["kv_group", "fsq_unit"]),
-    st.integers(1, 1 << 16),
-    st.integers(1, 1000),
+    st.integers(1, 256),
+    st.integers(1, 256),
+    st.integers(1, 100),
     st.integers(1, 1 << 18),
     st.integers(1, 1000),
 )
@@ -124,12 +127,16 @@ def test_numbers_are_natural_and_below_2_63(value: Any) -> None:
         ("record_bytes", (1 << 18) + 1),
         ("block_tokens", 0),
         ("block_tokens", (1 << 16) + 1),
+        ("group_tokens", 0),
+        ("group_tokens", 5),
         ("groups_per_block", 0),
+        ("groups_per_block", 65),
         ("max_blocks", 1 << 40),
     ],
 )
 def test_kv_geometry_is_bounded(field: str, value: Any) -> None:
-    geometry = {"kind": "kv_group", "block_tokens": 128, "groups_per_block": 64, "record_bytes": 512, "max_blocks": 9}
+    geometry = {"kind": "kv_group", "block_tokens": 128, "group_tokens": 4, "groups_per_block": 64}
+    geometry |= {"record_bytes": 512, "max_blocks": 9}
     hello = {"type": "hello", "layout": 1, "client": "t", "stores": [], "selections_per_step": 1}
     body = {**hello, "largest_set_bytes": 0, "kv": geometry}
     m.decode(json.dumps(body).encode())
