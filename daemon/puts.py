@@ -59,6 +59,7 @@ _PUT_RESULTS = layout.offset_of(layout.SESSION_VIEW, "put_results")
 _RING_LOG2 = (2 * layout.STAGING_BLOCKS).bit_length() - 1
 _CHUNK_BYTES = 256 * 1024
 _NEWEST_SHARE = 16
+_NEWEST_GROUPS = 8
 _BLOCK_MASK = (1 << layout.PUT_STAGING_SHIFT) - 1
 _EINTR, _EAGAIN, _EINVAL, _ENOSPC, _EDQUOT = 4, 11, 22, 28, 122
 
@@ -216,15 +217,15 @@ def _finish_copy(c: Core, e: Any, place: int) -> None:
 
 @borrowing
 def _show_newest(c: Core, place: int) -> None:
-    """Put the block's newest groups of all heads into free slots, at most 1/16 of the class: what was just written is
-    asked for soon, but a block must not flush the cache.
+    """Put the newest eighth of the block's groups, of all heads, into free slots, at most 1/16 of the class: what was
+    just written is asked for soon, but a block must not flush the cache, nor copying hold up its write.
     """
     kv = c.kv[place]
     cls = c.sections[c.tables[kv.table].first_section].cls
     heads = kv.heads
     groups = kv.records // heads
     left = min(c.classes[cls].slots // _NEWEST_SHARE, c.classes[cls].free - 1)
-    for group in range(groups - 1, -1, -1):
+    for group in range(groups - 1, groups - 1 - max(groups // _NEWEST_GROUPS, 1), -1):
         for head in range(heads):
             if left <= 0:
                 return
