@@ -6,6 +6,7 @@ datagram, and its end makes a descriptor readable. It gets a process group of it
 first and the command ends it; should the command be killed, the kernel asks the daemon to stop.
 """
 
+import atexit
 import contextlib
 import os
 import re
@@ -25,6 +26,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from strataflux.client.errors import DaemonUnavailableError, RefusedError
+from strataflux.client.held_signals import held_signals
 from strataflux.client.leftovers import Leftovers, find_leftovers, shared_memory_names
 
 __all__ = ["PrivateDaemon"]
@@ -50,7 +52,6 @@ runpy.run_module("strataflux.daemon", run_name="__main__", alter_sys=True)
 class _Running:
     folder: Path
     process: subprocess.Popen[bytes]
-    pidfd: int
     shared_memory: frozenset[str]
 
 
@@ -117,22 +118,25 @@ class PrivateDaemon:
             RefusedError: it does not like a store or a setting, and said why.
             DaemonUnavailableError: it ended otherwise, or was not ready in time. Nothing is left running.
         """
-        folder = Path(tempfile.mkdtemp(prefix="strataflux-", dir=_base_folder()))
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notices:
-                notices.bind(str(folder / "notify"))
                 notices.setblocking(False)
-                self._spawn(folder)
+                # A Ctrl-C in the middle would leave a folder or a process that stop knows nothing of.
+                with held_signals():
+                    self._launch(notices)
                 self._await_ready(notices)
-            (folder / "notify").unlink()
+            (self.runtime_dir.parent / "notify").unlink()
         except BaseException:
             self.stop()
-            shutil.rmtree(folder, ignore_errors=True)
             raise
 
     def stop(self) -> Leftovers:
-        """Ask the daemon to stop, wait, remove the folder; returns what the daemon left. Idempotent."""
-        running, self._running = self._running, None
+        """Ask the daemon to stop, wait, remove the folder; returns what the daemon left.
+
+        Idempotent. What an exception such as a second Ctrl-C cuts short the next call goes on with, at the latest
+        when Python exits.
+        """
+        running = self._running
         if running is None:
             return self._leftovers
         forced = True
@@ -145,9 +149,10 @@ class PrivateDaemon:
             # Also when a second Ctrl-C ends the wait: what is killed leaves its memory to the kernel, its names to us.
             running.process.kill()
             running.process.wait()
-            os.close(running.pidfd)
             self._leftovers = find_leftovers(running.folder / "d", running.shared_memory, forced=forced)
             shutil.rmtree(running.folder, ignore_errors=True)
+            self._running = None
+            atexit.unregister(self.stop)
         return self._leftovers
 
     def __enter__(self) -> Self:
@@ -159,15 +164,26 @@ class PrivateDaemon:
     ) -> None:
         self.stop()
 
-    def _spawn(self, folder: Path) -> None:
+    def _launch(self, notices: socket.socket) -> None:
         before = shared_memory_names()
+        folder = Path(tempfile.mkdtemp(prefix="strataflux-", dir=_base_folder()))
+        try:
+            notices.bind(str(folder / "notify"))
+            process = self._spawn(folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._running = _Running(folder, process, before)
+        atexit.register(self.stop)
+
+    def _spawn(self, folder: Path) -> subprocess.Popen[bytes]:
         # -P: a checkout's folders share names with other packages, and the current folder may be a checkout.
         command = [sys.executable, "-P", "-c", _CHILD, str(os.getpid()), f"--runtime-dir={folder / 'd'}"]
         if self._config is not None:
             (folder / "config.toml").write_text(self._config)
             command.append(f"--config={folder / 'config.toml'}")
         with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 [*command, *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -175,20 +191,23 @@ class PrivateDaemon:
                 env=os.environ | {"NOTIFY_SOCKET": str(folder / "notify")},
                 process_group=0,
             )
-        self._running = _Running(folder, process, os.pidfd_open(process.pid), before)
 
     def _await_ready(self, notices: socket.socket) -> None:
         assert self._running is not None
         deadline = time.monotonic() + self._start_seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(notices, selectors.EVENT_READ)
-            selector.register(self._running.pidfd, selectors.EVENT_READ)
-            while not _said_ready(notices):
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    raise self._unavailable(f"no READY within {self._start_seconds:g} s")
-                if any(key.fd == self._running.pidfd for key, _ in ready):
-                    self._explain_end()
+        ended = os.pidfd_open(self._running.process.pid)
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(notices, selectors.EVENT_READ)
+                selector.register(ended, selectors.EVENT_READ)
+                while not _said_ready(notices):
+                    ready = selector.select(max(0.0, deadline - time.monotonic()))
+                    if not ready:
+                        raise self._unavailable(f"no READY within {self._start_seconds:g} s")
+                    if any(key.fd == ended for key, _ in ready):
+                        self._explain_end()
+        finally:
+            os.close(ended)
 
     def _explain_end(self) -> None:
         assert self._running is not None

@@ -1,6 +1,9 @@
 """A private daemon's life with programs in its place that misbehave in every way; the real one is in tests/system."""
 
 import os
+import pkgutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +118,45 @@ def test_one_that_is_never_ready(base: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(DaemonUnavailableError, match="no READY within 0 s"):
         daemon(start_seconds=0.0).start()
     assert list(base.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["tempfile.mkdtemp", "subprocess.Popen"])
+def test_a_ctrl_c_as_soon_as_there_is_something_to_undo(
+    moment: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child(monkeypatch, "signal.pause()")
+    real: Callable[..., Any] = pkgutil.resolve_name(moment)
+    made: list[Any] = []
+
+    def interrupted(*words: Any, **options: Any) -> Any:
+        made.append(real(*words, **options))
+        signal.raise_signal(signal.SIGINT)
+        return made[-1]
+
+    monkeypatch.setattr(moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        daemon().start()
+    assert list(base.iterdir()) == []
+    assert len(made) == 1
+    if moment == "subprocess.Popen":
+        assert made[0].returncode == -signal.SIGTERM
+
+
+def test_a_stop_cut_short_is_finished_at_exit(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child(monkeypatch, "ready(); signal.pause()")
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    monkeypatch.setattr("atexit.unregister", at_exit.remove)
+    private = daemon()
+    private.start()
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda *_words, **_options: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            private.stop()
+    assert len(list(base.iterdir())) == 1
+    (finish,) = at_exit
+    finish()
+    assert (list(base.iterdir()), at_exit) == ([], [])
 
 
 def test_folder_is_where_sockets_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
