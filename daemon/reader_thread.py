@@ -129,8 +129,9 @@ class ReaderThread:
 
     @property
     def direct_io(self) -> str:
-        """How reads are done in fact."""
-        modes = {bool(row["direct"]) for row in self._tier.core.tables[: len(self.stores)]}
+        """How the files of stores and sessions are read in fact."""
+        tables = self._tier.core.tables
+        modes = {bool(row["direct"]) for row in tables[tables["active"] == 1]}
         return "mixed" if len(modes) == 2 else "direct" if modes == {True} else "buffered"
 
     @property
