@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from strataflux.client.evaluate.kv import DenseKv, Prefilled, prefill, score_exact, score_low_bit
-from strataflux.client.evaluate.scoring import Reference, Score
+from strataflux.client.evaluate.kv import DenseKv, prefill, score_exact, score_low_bit
+from strataflux.client.evaluate.scoring import Score
 from strataflux.client.prepare.source import ModelSource, open_source
 from strataflux.client.runtime.models import DecoderWeights, LayerWeights
 from strataflux.kernels.kv_encode import KvFormat
@@ -63,7 +63,7 @@ def main() -> None:
         window = tokens[start : start + options.context + 1]
         if len(window) <= options.context:
             sys.exit(f"the text has {len(tokens)} tokens; a window of {options.context + 1} at {start} needs more")
-        for name, score in scores_of(weights, window, options.only):
+        for name, score in scores_of(weights, window, options.only, not options.exact_tail):
             scores.setdefault(name, []).append(score)
             print(f"{start:7d}  {name:34s} kl {score.kl:.5f}  ppl {score.perplexity:.3f}", file=sys.stderr, flush=True)
         print(f"{start:7d}  done in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
@@ -78,6 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--starts", type=integers, default=(5000, 60_000, 120_000, 180_000))
     parser.add_argument("--only", type=lambda text: text.split(","), default=None, help="resident bits, as 2/2,3/2")
+    parser.add_argument("--exact-tail", action="store_true", help="keep blocks exact that fill up while scoring")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -111,7 +112,7 @@ def on_device(weights: DecoderWeights, device: str) -> DecoderWeights:
 
 
 def scores_of(
-    weights: DecoderWeights, window: Sequence[int], only: Sequence[str] | None
+    weights: DecoderWeights, window: Sequence[int], only: Sequence[str] | None, encode_scored: bool
 ) -> Iterator[tuple[str, Score]]:
     split = len(window) - 1 - SCORED
     prefilled = prefill(weights, window[:split])
@@ -120,24 +121,14 @@ def scores_of(
     for (resident, refined, prenormalized), points in SWEEP.items():
         if only is None or resident in only:
             form = format_of(weights.config.head_dim, resident, refined, prenormalized)
-            yield from points_of(weights, prefilled, reference, form, points)
+            dense = DenseKv(weights, prefilled, form, encode_scored)
+            for fraction, group in points:
+                yield name_of(form, fraction, group), score_low_bit(dense, reference, fraction, group)
 
 
 def format_of(head_dim: int, resident: str, refined: str, prenormalized: bool) -> KvFormat:
     (key, value), (fine_key, fine_value) = (map(int, text.split("/")) for text in (resident, refined))
     return KvFormat(key, value, head_dim, fine_key, fine_value, 4, prenormalized)
-
-
-def points_of(
-    weights: DecoderWeights,
-    prefilled: Prefilled,
-    reference: Reference,
-    form: KvFormat,
-    points: Sequence[tuple[Fraction, int]],
-) -> Iterator[tuple[str, Score]]:
-    dense = DenseKv(weights, prefilled, form)
-    for fraction, group in points:
-        yield name_of(form, fraction, group), score_low_bit(dense, reference, fraction, group)
 
 
 def name_of(form: KvFormat, fraction: Fraction, group: int) -> str:

@@ -139,12 +139,17 @@ class DenseKv:
     """The prefilled tokens of one text encoded in one format; any fraction and size of groups can then be scored."""
 
     @torch.inference_mode()
-    def __init__(self, weights: DecoderWeights, prefilled: Prefilled, form: KvFormat) -> None:
-        """Encode all whole tiles but the first."""
+    def __init__(
+        self, weights: DecoderWeights, prefilled: Prefilled, form: KvFormat, encode_scored: bool = True
+    ) -> None:
+        """Encode all whole tiles but the first. Without ``encode_scored`` tiles that fill up while scoring stay exact,
+        as no cache would keep them: for comparison with figures made so.
+        """
         # fixed after construction
         self._weights = weights
         self._prefilled = prefilled
         self._form = form
+        self._encode_scored = encode_scored
         tiles = encoded_tiles(len(prefilled.tokens) + 1)
         span = slice(TILE_TOKENS, (1 + tiles) * TILE_TOKENS)
         pairs = zip(prefilled.keys, prefilled.values, strict=True)
@@ -159,7 +164,8 @@ class DenseKv:
             start = len(self._prefilled.tokens) + done
             count = min(TILE_TOKENS - start % TILE_TOKENS, len(tokens) - done)
             with torch.inference_mode():
-                self._encode_filled(levels, keys, values, encoded_tiles(start + 1))
+                if self._encode_scored:
+                    self._encode_filled(levels, keys, values, encoded_tiles(start + 1))
                 chunk = _Chunk(levels, keys, values, start, fraction, group_tokens)
                 logits = _run(self._weights, tokens[done : done + count], start, chunk.attend_in)
             yield from logits
