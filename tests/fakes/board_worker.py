@@ -26,18 +26,20 @@ ERRORS: Final = {
     "einval": errno.EINVAL,
     "eintr": errno.EINTR,
     "eagain": errno.EAGAIN,
+    "enospc": errno.ENOSPC,
 }
 
 
 @dataclass(frozen=True)
 class Job:
-    """One read as it stands on the board."""
+    """One read, or write, as it stands on the board."""
 
     window: int
     descriptor: int
     address: int
     length: int
     offset: int
+    write: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,9 @@ class BoardWorker:
         row: Any = np.ctypeslib.as_array(
             (ctypes.c_uint8 * JOB.itemsize).from_address(int(self.board.state[0]["jobs"]) + window * JOB.itemsize)
         ).view(JOB)[0]
-        job = Job(window, *(int(row[name]) for name in ("descriptor", "address", "length", "offset")))
+        job = Job(
+            window, *(int(row[name]) for name in ("descriptor", "address", "length", "offset")), bool(row["write"])
+        )
         self.jobs.append(job)
         return job
 
@@ -138,6 +142,10 @@ class BoardWorker:
         self.given[fault.kind] += 1
         if fault.kind in ERRORS:
             return -ERRORS[fault.kind]
+        if job.write:
+            length = fault.at if fault.kind == SHORT else job.length
+            with open(f"/proc/self/fd/{job.descriptor}", "r+b") as file:  # buffered, so that any address will do
+                return os.pwrite(file.fileno(), ctypes.string_at(job.address, length), job.offset)
         data = bytearray(self._file_bytes(job))
         if fault.kind == SHORT:
             del data[fault.at :]
