@@ -12,8 +12,8 @@ from strataflux.kernels.kv_pack import TILE_TOKENS
 from strataflux.proto.layout import (
     CACHE_LINE,
     CACHE_PAGE_BYTES,
+    KV_WRITE_BUFFERS,
     PAGE_HEADER_BYTES,
-    STAGING_BLOCKS,
     round_up,
     slot_bytes,
 )
@@ -57,13 +57,13 @@ class KvOptions:
         return KvGeometry("kv_group", TILE_TOKENS, self.group_tokens, groups, form.record_bytes, blocks)
 
     def daemon_bytes(self, config: ModelConfig, slot_bytes_wanted: int) -> int:
-        """What a daemon's KV budget must be for one session to have so many bytes of slots: its write buffers, one a
-        staging block, are paid from the budget, too.
+        """What a daemon's KV budget must be for one session to have so many bytes of slots: its write buffers are
+        paid from the budget, too.
         """
         form = self.form(config.head_dim)
         records = config.layers * config.kv_heads * form.groups_per_tile
         block = round_up(records * round_up(form.record_bytes, CACHE_LINE), PAGE_HEADER_BYTES)
-        return STAGING_BLOCKS * block + max(slot_bytes_wanted, CACHE_PAGE_BYTES)
+        return KV_WRITE_BUFFERS * block + max(slot_bytes_wanted, CACHE_PAGE_BYTES)
 
     def slots_of(self, config: ModelConfig, context: int) -> int:
         """Bytes of slots that hold every record of a sequence of ``context`` tokens."""

@@ -64,7 +64,7 @@ class CacheConfig:
     weight_bytes: int = key(values.size(_MIB, _LARGEST_BUDGET), 128 * _MIB)
     """A small share of a model's records already holds most look-ups; each byte is pinned shared memory."""
     kv_bytes: int = key(values.size(_MIB, _LARGEST_BUDGET), 128 * _MIB)
-    """Shared by the sessions of ``[kv]``; taken when one attaches. It pays for four write buffers each, too."""
+    """Shared by the sessions of ``[kv]``; taken when one attaches. It pays for six write buffers each, too."""
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ KV = np.dtype(
 )
 BLOCK_NONE, BLOCK_GRANTED, BLOCK_BUFFERED, BLOCK_WRITTEN, BLOCK_FAILED = 0, 1, 2, 8, 9
 """State of a block; BLOCK_BUFFERED + k: its bytes are in the place's write window k, on their way to the file."""
-WRITES_A_PLACE = 4
+WRITES_A_PLACE = layout.KV_WRITE_BUFFERS
 
 QUEUED = np.dtype(
     [("key", "i8"), ("asked_us", "i8"), ("next", "i4"), ("session", "i2"), ("score", "u1"), ("retries", "u1")]

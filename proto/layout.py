@@ -38,6 +38,8 @@ MAX_RECORD_BYTES: Final = CACHE_PAGE_BYTES
 RING_LOG2_MIN: Final = 8
 RING_LOG2_MAX: Final = 20
 STAGING_BLOCKS: Final = 4
+KV_WRITE_BUFFERS: Final = 6
+"""Blocks that a session's KV budget pays for beside its slots: one is filled while others are written."""
 MAX_STEPS_IN_FLIGHT: Final = 2
 
 # --- ring entries ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """How fast KV blocks reach the disk through the daemon, against fio writing as much in sequence in the same run.
 
-Blocks are those of an 8B model (4 MiB: 32 layers, 8 heads, 32 groups of 512 bytes). The daemon has four write buffers,
+Blocks are those of an 8B model (4 MiB: 32 layers, 8 heads, 32 groups of 512 bytes). The daemon has six write buffers,
 so over many blocks the rate of puts is the rate of writes. Beside it: how long a step with look-ups of the same records
 takes while puts are under way and once none are, because a step must never wait for a write.
 """
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from strataflux.client.errors import DaemonUnavailableError
 from strataflux.client.launch import PrivateDaemon
 from strataflux.client.session import Session
+from strataflux.proto.layout import KV_WRITE_BUFFERS
 from strataflux.proto.messages import KvGeometry
 from strataflux.proto.store_format import SectionSpec, StoreManifest
 from strataflux.proto.store_writer import StoreWriter
@@ -162,7 +163,7 @@ def _small_store(folder: Path) -> StoreManifest:
 
 
 def _run_fio(fio: str, folder: Path, setup: PutSetup) -> float:
-    """Bytes a second that fio writes in sequence, block by block, four under way as in the daemon."""
+    """Bytes a second that fio writes in sequence, block by block, as many under way as the daemon has buffers."""
     with tempfile.TemporaryDirectory(dir=folder) as own:
         command = [
             fio,
@@ -171,7 +172,7 @@ def _run_fio(fio: str, folder: Path, setup: PutSetup) -> float:
             "--ioengine=io_uring",
             "--rw=write",
             f"--bs={setup.block_bytes}",
-            "--iodepth=4",
+            f"--iodepth={KV_WRITE_BUFFERS}",
             "--direct=1",
             f"--size={setup.blocks * setup.block_bytes}",
             "--fallocate=posix",
