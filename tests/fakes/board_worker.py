@@ -132,9 +132,9 @@ class BoardWorker:
         row: Any = np.ctypeslib.as_array(
             (ctypes.c_uint8 * JOB.itemsize).from_address(int(self.board.state[0]["jobs"]) + window * JOB.itemsize)
         ).view(JOB)[0]
-        job = Job(
-            window, *(int(row[name]) for name in ("descriptor", "address", "length", "offset")), bool(row["write"])
-        )
+        numbers = (int(row[name]) for name in ("descriptor", "address", "length", "offset"))
+        descriptor, address, length, offset = numbers
+        job = Job(window, descriptor, address, length, offset, bool(row["write"]))
         self.jobs.append(job)
         return job
 
