@@ -25,7 +25,7 @@ from strataflux.client.runtime.rope import rotary_table
 from strataflux.client.runtime.shifted import run_shifted
 from strataflux.kernels.topk import largest_mask
 
-__all__ = ["DenseModel", "dense_logits", "dense_reference", "dense_score"]
+__all__ = ["DenseModel", "dense_logits", "dense_reference", "dense_score", "score_logits"]
 
 # Rows of logits that are compared at a time: as float64 over a vocabulary of 128k they take 64 MiB.
 _ROWS = 64
@@ -99,10 +99,15 @@ def dense_reference(weights: DecoderWeights, tokens: Sequence[int]) -> Reference
     return Reference(tuple(tokens), log_p, Score(surprise, zeros, zeros))
 
 
-@torch.inference_mode()
 def dense_score(model: DenseModel, reference: Reference) -> Score:
     """Score ``model`` over the reference's text."""
-    log_q = torch.log_softmax(dense_logits(model, reference.tokens[:-1]), -1)
+    return score_logits(dense_logits(model, reference.tokens[:-1]), reference)
+
+
+@torch.inference_mode()
+def score_logits(logits: Tensor, reference: Reference) -> Score:
+    """Score ``logits`` [n, vocabulary], those after each of the reference's tokens but the last."""
+    log_q = torch.log_softmax(logits, -1)
     surprise = -_of_targets(log_q, reference.tokens).double().cpu().numpy()
     pairs = zip(_rows(reference.log_probabilities), _rows(log_q), strict=True)
     exact, top = (
