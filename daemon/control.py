@@ -108,6 +108,10 @@ class ReaderMethods(control_pb2_grpc.ControlServicer):
                     sessions=sum(index in client.stores for client in clients),
                     path=str(manifest.folder) if self.role == ADMIN else "",
                     stats=rows[index] if index < len(rows) else None,
+                    sections=[
+                        control_pb2.Section(layer=part.layer, set=part.set, records=part.count)
+                        for part in manifest.sections
+                    ],
                 )
             )
         return control_pb2.ListStoresResponse(stores=stores)

@@ -117,12 +117,14 @@ def _pop_sorted(c: Core, at_most: int) -> int:
 @borrowing
 def _slot_for(c: Core, place: int, table: int, oid: int) -> int:
     """A FILLING slot for a queued record, or ``NONE``. At most a quarter of a class may be filling."""
-    cls = c.sections[section_of(c, table, oid)].cls
+    section = c.sections[section_of(c, table, oid)]
+    cls = section.cls
     group = c.classes[cls]
     if group.slots and group.filling * 4 > max(group.slots, 4):
         return NONE
     entry = begin_fill(c, cls, table, oid)
     if entry != NONE:
+        section.misses += 1
         node = c.queue[place]
         slot = c.slots[entry]
         slot.retries = node.retries

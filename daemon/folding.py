@@ -7,6 +7,8 @@ clamped differences are added, and what was folded never goes back.
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from strataflux.daemon.state import AGE_BUCKETS, DEPTH_BUCKETS, FILL_BUCKETS_US
 from strataflux.daemon.stats import (
     CacheStats,
@@ -170,9 +172,15 @@ def _stores(tier: Tier) -> list[StoreStats]:
             quarantined=int(row["quarantined"]),
             direct=bool(row["direct"]),
             direct_fallbacks=int(row["fallbacks"]),
+            section_misses=_section_misses(tier, row),
         )
         for row in tier.core.tables[: len(tier.stores)]
     ]
+
+
+def _section_misses(tier: Tier, row: np.void) -> tuple[int, ...]:
+    first, count = int(row["first_section"]), int(row["sections"])
+    return tuple(tier.core.sections["misses"][first : first + count].tolist())
 
 
 def _sessions(tier: Tier, fold: CounterFold) -> list[SessionStats]:

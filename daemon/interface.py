@@ -4,13 +4,14 @@ Attach, control, metrics and the server's life are written against :class:`Reade
 compiled code, and a start that fails early does not pay for importing it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from strataflux.daemon.stats import Stats
 from strataflux.proto.messages import KvGeometry, SegmentInfo, TableInfo
+from strataflux.proto.store_format import Section
 
 __all__ = ["AddedSegment", "Manifest", "OpenedSession", "Reader", "ServedStore", "SessionRequest"]
 
@@ -75,6 +76,10 @@ class Manifest(Protocol):
     @property
     def records_bytes(self) -> int:
         """Size of the file of records."""
+
+    @property
+    def sections(self) -> Sequence[Section]:
+        """Its runs of records, in the order of their ids."""
 
 
 class ServedStore(Protocol):

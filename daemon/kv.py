@@ -120,7 +120,7 @@ class KvPlace:
         cls = self._class_of(geometry.record_bytes)
         self._core.sections[self._section] = (
             *(0, records, geometry.record_bytes, stride, 0, cls),
-            *(geometry.groups_per_block, block_stride),
+            *(geometry.groups_per_block, block_stride, 0),
         )
         table = np.zeros(1, TABLE)[0]
         table["active"], table["records"] = 1, records

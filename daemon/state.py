@@ -121,6 +121,7 @@ SECTION = np.dtype(
         ("cls", "i8"),
         ("block", "i8"),  # records a block; a store's section is one block
         ("block_stride", "i8"),
+        ("misses", "i8"),  # of its records, that began to be filled
     ]
 )
 

@@ -129,6 +129,8 @@ class StoreStats:
     quarantined: int = 0
     direct: bool = False
     direct_fallbacks: int = 0
+    section_misses: tuple[int, ...] = ()
+    """Misses that began to be filled, by section of the store in its order; what is read ahead is none."""
 
 
 @dataclass(frozen=True)

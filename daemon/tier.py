@@ -185,6 +185,7 @@ class Tier:
                     cls,
                     section.count,
                     0,
+                    0,
                 )
             first += len(manifest.sections)
         self.core.rd[0]["n_tables"] = len(self.stores)

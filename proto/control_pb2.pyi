@@ -68,7 +68,7 @@ class ListStoresResponse(_message.Message):
     def __init__(self, stores: _Optional[_Iterable[_Union[Store, _Mapping]]] = ...) -> None: ...
 
 class Store(_message.Message):
-    __slots__ = ("digest", "identity_json", "generation", "records", "bytes", "preload", "share", "sessions", "path", "stats")
+    __slots__ = ("digest", "identity_json", "generation", "records", "bytes", "preload", "share", "sessions", "path", "stats", "sections")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_JSON_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class Store(_message.Message):
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    SECTIONS_FIELD_NUMBER: _ClassVar[int]
     digest: str
     identity_json: str
     generation: int
@@ -89,21 +90,34 @@ class Store(_message.Message):
     sessions: int
     path: str
     stats: StoreStats
-    def __init__(self, digest: _Optional[str] = ..., identity_json: _Optional[str] = ..., generation: _Optional[int] = ..., records: _Optional[int] = ..., bytes: _Optional[int] = ..., preload: _Optional[bool] = ..., share: _Optional[str] = ..., sessions: _Optional[int] = ..., path: _Optional[str] = ..., stats: _Optional[_Union[StoreStats, _Mapping]] = ...) -> None: ...
+    sections: _containers.RepeatedCompositeFieldContainer[Section]
+    def __init__(self, digest: _Optional[str] = ..., identity_json: _Optional[str] = ..., generation: _Optional[int] = ..., records: _Optional[int] = ..., bytes: _Optional[int] = ..., preload: _Optional[bool] = ..., share: _Optional[str] = ..., sessions: _Optional[int] = ..., path: _Optional[str] = ..., stats: _Optional[_Union[StoreStats, _Mapping]] = ..., sections: _Optional[_Iterable[_Union[Section, _Mapping]]] = ...) -> None: ...
+
+class Section(_message.Message):
+    __slots__ = ("layer", "set", "records")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    SET_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    set: str
+    records: int
+    def __init__(self, layer: _Optional[int] = ..., set: _Optional[str] = ..., records: _Optional[int] = ...) -> None: ...
 
 class StoreStats(_message.Message):
-    __slots__ = ("resident_records", "fills", "quarantined", "direct", "direct_fallbacks")
+    __slots__ = ("resident_records", "fills", "quarantined", "direct", "direct_fallbacks", "section_misses")
     RESIDENT_RECORDS_FIELD_NUMBER: _ClassVar[int]
     FILLS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    SECTION_MISSES_FIELD_NUMBER: _ClassVar[int]
     resident_records: int
     fills: int
     quarantined: int
     direct: bool
     direct_fallbacks: int
-    def __init__(self, resident_records: _Optional[int] = ..., fills: _Optional[int] = ..., quarantined: _Optional[int] = ..., direct: _Optional[bool] = ..., direct_fallbacks: _Optional[int] = ...) -> None: ...
+    section_misses: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, resident_records: _Optional[int] = ..., fills: _Optional[int] = ..., quarantined: _Optional[int] = ..., direct: _Optional[bool] = ..., direct_fallbacks: _Optional[int] = ..., section_misses: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ()

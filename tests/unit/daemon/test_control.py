@@ -87,6 +87,7 @@ async def test_stores_and_sessions_are_listed(plane: Plane, bench: Bench) -> Non
     assert (store.digest, store.records, store.sessions) == (manifest.identity_digest, 10, 1)
     assert json.loads(store.identity_json) == manifest.identity
     assert store.path == str(manifest.folder)
+    assert [(part.layer, part.set, part.records) for part in store.sections] == [(0, "qkv", 10)]
     assert (session.client, session.uid, session.pid) == ("decoder", os.getuid(), os.getpid())
     assert list(session.stores) == [manifest.identity_digest]
     assert (session.stats.lookups, session.stats.hits) == (10, 4)

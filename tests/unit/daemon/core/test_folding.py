@@ -77,6 +77,22 @@ def test_numbers_add_up(rig: Rig) -> None:
     assert session.steps == 3
 
 
+def test_misses_are_told_apart_by_section(tmp_path: Path) -> None:
+    first = make_store(tmp_path / "first", [(10, 500)], "first")
+    rig = Rig([first, make_store(tmp_path / "second", [(20, 1000), (30, 700)])])
+    try:
+        disk = Disk(rig)
+        disk.client = Client(rig.tier, (1,))
+        disk.client.ask([*range(5), 20, 49])
+        disk.settle()
+        disk.client.ask([4, 5, 20, 21, 22])
+        disk.settle()
+        stats = read_stats(rig.tier, CounterFold())
+        assert [row.section_misses for row in stats.stores] == [(0,), (6, 4)]
+    finally:
+        rig.close()
+
+
 def test_rubbish_of_closed_sessions_stays_counted(rig: Rig) -> None:
     client = Client(rig.tier)
     client.push(1 << 40, 63)
