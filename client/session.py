@@ -52,6 +52,10 @@ __all__ = [
 _NAP_NANOSECONDS: Final = 50_000_000
 """A wait looks up at least this often whether anybody is still filling, and asks again for what is missing."""
 
+_Ids = NDArray[np.int64]
+_Scores = NDArray[np.uint8]
+_Addresses = NDArray[np.uint64]
+
 ATTACHED: Final = "attached"
 DETACHED: Final = "detached"
 REATTACHING: Final = "reattaching"
@@ -85,7 +89,9 @@ class Step:
 
 
 class Session:
-    """Pairs: :meth:`attach` / :meth:`close`; :meth:`step` / ``Step.end``, or ``with`` for either."""
+    """Pairs: :meth:`attach` / :meth:`close`; :meth:`step` / ``Step.end``, or ``with`` for either; :meth:`ask` /
+    :meth:`collect`, which :meth:`lookup` does in one.
+    """
 
     def __init__(
         self,
@@ -160,9 +166,7 @@ class Session:
         """
         return Step(self)
 
-    def lookup(
-        self, table: int, oids: NDArray[np.int64], scores: NDArray[np.uint8], addresses: NDArray[np.uint64]
-    ) -> int:
+    def lookup(self, table: int, oids: _Ids, scores: _Scores, addresses: _Addresses) -> int:
         """Find records, by the session's miss policy; inside a step only.
 
         Args:
@@ -178,17 +182,11 @@ class Session:
         Raises:
             MisuseError: outside a step, a table or record that is not there, arrays of different lengths.
         """
-        if self._deadline_seconds:
-            return self.lookup_waiting(table, oids, scores, addresses, self._deadline_seconds)
-        return self._look_up(table, oids, scores, addresses, again=False)
+        hits = self._look_up(table, oids, scores, addresses, again=False)
+        return self._wait(table, oids, scores, addresses, hits, self._deadline_seconds)
 
     def lookup_waiting(
-        self,
-        table: int,
-        oids: NDArray[np.int64],
-        scores: NDArray[np.uint8],
-        addresses: NDArray[np.uint64],
-        deadline_seconds: float,
+        self, table: int, oids: _Ids, scores: _Scores, addresses: _Addresses, deadline_seconds: float
     ) -> int:
         """As :meth:`lookup`, but wait for what is absent until a deadline.
 
@@ -196,20 +194,20 @@ class Session:
         counted as the miss it was. Nobody waits for a daemon that is gone or stopping.
         """
         hits = self._look_up(table, oids, scores, addresses, again=False)
-        if hits == oids.size or not self._worth_waiting(table, oids):
-            return hits
-        started = time.monotonic_ns()
-        deadline = started + int(deadline_seconds * 1e9)
-        while True:
-            self._sleep_outside(table, oids, deadline)
-            hits = self._look_up(table, oids, scores, addresses, again=True)
-            late = time.monotonic_ns() >= deadline
-            if hits == oids.size or late or not self._worth_waiting(table, oids):
-                break
-        self._block[attach_block.WAITS] += np.uint64(1)
-        self._block[attach_block.WAIT_NANOSECONDS] += np.uint64(time.monotonic_ns() - started)
-        self._block[attach_block.DEADLINES_EXCEEDED] += np.uint64(late and hits < oids.size)
-        return hits
+        return self._wait(table, oids, scores, addresses, hits, deadline_seconds)
+
+    def ask(self, table: int, oids: _Ids, scores: _Scores, addresses: _Addresses) -> int:
+        """The first half of a :meth:`lookup`: how many are present now; the others are asked for, and never waited for
+        here. The second is :meth:`collect`, in the same step. ``addresses`` is scratch.
+        """
+        return self._look_up(table, oids, scores, addresses, again=False)
+
+    def collect(self, table: int, oids: _Ids, scores: _Scores, addresses: _Addresses) -> int:
+        """The second half: as :meth:`lookup` of what :meth:`ask` was given, with all that came meanwhile. What was not
+        there when it was asked for stays counted as a miss; what is absent still is asked for, and counted, again.
+        """
+        present = self._look_up(table, oids, scores, addresses, again=True)
+        return self._wait(table, oids, scores, addresses, present, self._deadline_seconds)
 
     def absent(self, table: int, oids: NDArray[np.int64]) -> int:
         """How many of ``oids`` (int64 [n], bounded by the caller) are not resident but may come. Asks for nothing;
@@ -285,20 +283,28 @@ class Session:
             self._run_queued()
         return self._valid
 
-    def _look_up(
-        self,
-        table: int,
-        oids: NDArray[np.int64],
-        scores: NDArray[np.uint8],
-        addresses: NDArray[np.uint64],
-        *,
-        again: bool,
-    ) -> int:
+    def _look_up(self, table: int, oids: _Ids, scores: _Scores, addresses: _Addresses, *, again: bool) -> int:
         if not self._inside:
             raise MisuseError("look-up", "no open step", "one", "look up within `with session.step()`")
         hits = directory.look_up(self._block, table, oids, scores, addresses, again)
         if hits < 0:
             directory.raise_fault(hits, self._block, table, oids)
+        return hits
+
+    def _wait(self, table: int, oids: _Ids, scores: _Scores, addresses: _Addresses, hits: int, seconds: float) -> int:
+        if not seconds or hits == oids.size or not self._worth_waiting(table, oids):
+            return hits
+        started = time.monotonic_ns()
+        deadline = started + int(seconds * 1e9)
+        while True:
+            self._sleep_outside(table, oids, deadline)
+            hits = self._look_up(table, oids, scores, addresses, again=True)
+            late = time.monotonic_ns() >= deadline
+            if hits == oids.size or late or not self._worth_waiting(table, oids):
+                break
+        self._block[attach_block.WAITS] += np.uint64(1)
+        self._block[attach_block.WAIT_NANOSECONDS] += np.uint64(time.monotonic_ns() - started)
+        self._block[attach_block.DEADLINES_EXCEEDED] += np.uint64(late and hits < oids.size)
         return hits
 
     def _worth_waiting(self, table: int, oids: NDArray[np.int64]) -> bool:

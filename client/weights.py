@@ -19,7 +19,19 @@ from strataflux.kernels.select import select_channels
 from strataflux.kernels.topk import CHUNK, selected_count
 from strataflux.proto.layout import slot_bytes
 
-__all__ = ["RecordSource", "SetStatistics", "StepDemand", "WeightRefiner", "record_bases", "step_demand"]
+__all__ = [
+    "LAYERS_BEGUN",
+    "AskedSource",
+    "RecordSource",
+    "SetStatistics",
+    "StepDemand",
+    "WeightRefiner",
+    "record_bases",
+    "step_demand",
+]
+
+LAYERS_BEGUN = 3
+"""Layers of a projection set whose selections are kept apart: a lead or lag of two blocks, and the layer itself."""
 
 
 class RecordSource(Protocol):
@@ -37,6 +49,22 @@ class RecordSource(Protocol):
         ``addresses`` [n] is filled with where each record lies in this process, 0 where it is absent. They
         hold until the current step ends or the next call, whichever is first. Returns how many are present.
         Never raises for a daemon that is gone: everything not resident is absent.
+        """
+
+
+class AskedSource(RecordSource, Protocol):
+    """A source whose look-ups also come in two halves, with time between them for records to come."""
+
+    def ask(self, table: int, oids: NDArray[np.int64], scores: NDArray[np.uint8], addresses: NDArray[np.uint64]) -> int:
+        """The first half of a look-up: how many are present now; asks for the others, never waits. ``addresses`` is
+        scratch.
+        """
+
+    def collect(
+        self, table: int, oids: NDArray[np.int64], scores: NDArray[np.uint8], addresses: NDArray[np.uint64]
+    ) -> int:
+        """The second half, with what :meth:`ask` was given, in the same step: fills ``addresses`` as :meth:`lookup`
+        does; returns how many are present by now.
         """
 
 
@@ -75,12 +103,13 @@ class _Buffers:
 
 
 class WeightRefiner:
-    """Refines the projections of one model from the records of one table. Not safe for use from two
-    threads.
+    """Refines the projections of one model from the records of one table. Not safe for use from two threads.
+
+    Pairs: :meth:`begin` / :meth:`refine` of one layer and set, in one step; ``refine`` alone does both.
     """
 
     def __init__(
-        self, source: RecordSource, table: int, prepared: PreparedModel, k: int | Mapping[str, int] | None = None
+        self, source: AskedSource, table: int, prepared: PreparedModel, k: int | Mapping[str, int] | None = None
     ) -> None:
         """Read the refinement scales and allocate every buffer.
 
@@ -102,33 +131,62 @@ class WeightRefiner:
         self._scales = [
             [prepared.refinement_scales(layer, name).numpy() for name in SETS] for layer in range(config.layers)
         ]
-        self._buffers = [_allocate(config, name, budget) for name, budget in zip(SETS, self._budgets, strict=True)]
-        # counted by refine
+        self._buffers = [
+            [_allocate(config, name, budget) for _ in range(LAYERS_BEGUN)]
+            for name, budget in zip(SETS, self._budgets, strict=True)
+        ]
+        # changed by begin and refine
+        self._begun: set[tuple[int, int]] = set()
         self._lookups = np.zeros(len(SETS), np.int64)
         self._hits = np.zeros(len(SETS), np.int64)
 
-    def refine(self, layer: int, set_index: int, x: NDArray[np.float32], y: NDArray[np.float32]) -> None:
-        """Add to ``y`` [outputs] the refinement of the selected channels of ``x`` [inputs] that are
-        present.
+    def begin(self, layer: int, set_index: int, x: NDArray[np.float32]) -> None:
+        """Select channels by ``x`` [inputs] now, and ask for their records.
+
+        The next :meth:`refine` of the same layer and set takes this selection, whatever its own input. No more than
+        ``LAYERS_BEGUN`` successive layers of a set may have begun.
         """
-        buffers = self._buffers[set_index]
+        buffers = self._buffers[set_index][layer % LAYERS_BEGUN]
+        if buffers.indices.size:
+            self._select(buffers, layer, set_index, x)
+            hits = self._source.ask(self._table, buffers.oids, buffers.scores, buffers.addresses)
+            self._count(set_index, buffers.oids.size, hits)
+            self._begun.add((layer, set_index))
+
+    def refine(self, layer: int, set_index: int, x: NDArray[np.float32], y: NDArray[np.float32]) -> None:
+        """Add to ``y`` [outputs] the refinement of the selected channels of ``x`` [inputs] that are present."""
+        buffers = self._buffers[set_index][layer % LAYERS_BEGUN]
         if buffers.indices.size == 0:
             return
-        select_channels(x, self._budgets[set_index], buffers.indices, buffers.scores)
-        np.add(buffers.indices, self._bases[layer, set_index], out=buffers.oids)
-        hits = self._source.lookup(self._table, buffers.oids, buffers.scores, buffers.addresses)
-        self._lookups[set_index] += buffers.oids.size
-        self._hits[set_index] += hits
+        if (layer, set_index) in self._begun:
+            self._begun.remove((layer, set_index))
+            self._source.collect(self._table, buffers.oids, buffers.scores, buffers.addresses)
+        else:
+            self._select(buffers, layer, set_index, x)
+            hits = self._source.lookup(self._table, buffers.oids, buffers.scores, buffers.addresses)
+            self._count(set_index, buffers.oids.size, hits)
         scale = self._scales[layer][set_index]
         refine_addresses(y, x, buffers.indices, buffers.addresses, scale, buffers.sums)
+
+    def _select(self, buffers: _Buffers, layer: int, set_index: int, x: NDArray[np.float32]) -> None:
+        select_channels(x, self._budgets[set_index], buffers.indices, buffers.scores)
+        np.add(buffers.indices, self._bases[layer, set_index], out=buffers.oids)
+
+    def _count(self, set_index: int, lookups: int, hits: int) -> None:
+        self._lookups[set_index] += lookups
+        self._hits[set_index] += hits
 
     def statistics(self) -> dict[str, SetStatistics]:
         """Look-ups and hits by projection set."""
         return {name: SetStatistics(int(self._lookups[i]), int(self._hits[i])) for i, name in enumerate(SETS)}
 
 
-def step_demand(prepared: PreparedModel, k: int | Mapping[str, int] | None = None) -> StepDemand:
-    """What a refiner with these arguments will ask of its source.
+def step_demand(
+    prepared: PreparedModel,
+    k: int | Mapping[str, int] | None = None,
+    shift: Mapping[str, float] | None = None,
+) -> StepDemand:
+    """What a refiner with these arguments will ask of its source; sets with a ``shift`` may ask twice.
 
     Raises:
         MisuseError: as :class:`WeightRefiner`.
@@ -139,7 +197,9 @@ def step_demand(prepared: PreparedModel, k: int | Mapping[str, int] | None = Non
     counts = [selected_count(budget, inputs) for budget, (_, inputs) in zip(budgets, shapes, strict=True)]
     sizes = [slot_bytes(record_bytes(outputs)) for outputs, _ in shapes]
     largest = max(count * size for count, size in zip(counts, sizes, strict=True))
-    return StepDemand(config.layers * sum(counts), largest)
+    blocks = prepared.manifest.shift if shift is None else shift
+    times = [2 if blocks[name] else 1 for name in SETS]
+    return StepDemand(config.layers * sum(a * b for a, b in zip(counts, times, strict=True)), largest)
 
 
 def record_bases(config: ModelConfig) -> NDArray[np.int64]:

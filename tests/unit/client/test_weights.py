@@ -39,6 +39,9 @@ class InMemory:
             addresses[i] = 0 if oid in self.absent else self.raw.ctypes.data + offset
         return int(np.count_nonzero(addresses))
 
+    ask = lookup
+    collect = lookup
+
 
 @pytest.fixture
 def prepared(tmp_path: Path, tiny_source: Any) -> PreparedModel:
@@ -111,3 +114,43 @@ def test_budgets_come_from_the_prepared_model(prepared: PreparedModel) -> None:
 def test_budgets_out_of_range(prepared: PreparedModel, k: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WeightRefiner(InMemory(prepared.store), 0, prepared, k)
+
+
+class Filling(InMemory):
+    """What is absent comes between the two halves of a look-up."""
+
+    def collect(
+        self, table: int, oids: NDArray[np.int64], scores: NDArray[np.uint8], addresses: NDArray[np.uint64]
+    ) -> int:
+        self.absent = frozenset()
+        return self.lookup(table, oids, scores, addresses)
+
+
+def test_what_comes_between_selection_and_product_is_added_and_counted_as_the_miss_it_was(
+    prepared: PreparedModel,
+) -> None:
+    layer, set_index, k = 1, 0, 200
+    ranks, x = (torch.randn(64, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    early = select_reference(ranks, k)[0]
+    assert not torch.equal(early, select_reference(x, k)[0])
+    base = int(record_bases(prepared.config)[layer, set_index])
+    source = Filling(prepared.store, frozenset((early[:3] + base).tolist()))
+    refiner = WeightRefiner(source, 0, prepared, k)
+    y, expected = torch.zeros(128), torch.zeros(128)
+    refiner.begin(layer, set_index, ranks.numpy())
+    refiner.refine(layer, set_index, x.numpy(), y.numpy())
+
+    only = torch.zeros(64).index_copy(0, early, x[early])
+    WeightRefiner(InMemory(prepared.store), 0, prepared, 1024).refine(layer, set_index, only.numpy(), expected.numpy())
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    assert refiner.statistics()["qkv"] == SetStatistics(early.numel(), early.numel() - 3)
+    assert [asked[1] for asked in source.asked] == 2 * [(early + base).tolist()]
+    # The selection is used once.
+    refiner.refine(layer, set_index, x.numpy(), y.numpy())
+    assert source.asked[-1][1] == (select_reference(x, k)[0] + base).tolist()
+
+
+def test_sets_that_are_shifted_may_ask_twice(prepared: PreparedModel) -> None:
+    still, moved = (step_demand(prepared, 32, dict.fromkeys(SETS, blocks)) for blocks in (0.0, 1.0))
+    assert moved.selections == 2 * still.selections
+    assert moved.largest_set_bytes == still.largest_set_bytes
