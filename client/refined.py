@@ -1,7 +1,7 @@
 """A prepared model that decodes with what a daemon holds: one session's step around each decoder's step."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,7 +16,7 @@ from strataflux.client.kv import RefinedKVCache
 from strataflux.client.kv_blocks import KvBlocks
 from strataflux.client.kv_options import KvOptions, blocks_for
 from strataflux.client.prepare.prepared import PreparedModel
-from strataflux.client.runtime.decoder import Decoder, Refiner, Unrefined
+from strataflux.client.runtime.decoder import Decoder, ShiftingRefiner, Unrefined
 from strataflux.client.runtime.models import SETS, DecoderWeights, ModelConfig
 from strataflux.client.session import Session
 from strataflux.client.session_stats import SessionStats
@@ -40,14 +40,15 @@ class RefinedModel:
         session: Session,
         weights: DecoderWeights,
         context: int,
-        refiner: Refiner | None,
+        refiner: ShiftingRefiner | None,
         kv: RefinedKVCache | None,
+        shift: Mapping[str, float] | None = None,
     ) -> None:
         """Use :meth:`attach`."""
         # fixed after construction
         self._session = session
         self._switch = _Switch(refiner)
-        self._decoder = Decoder(weights, context, self._switch, kv)
+        self._decoder = Decoder(weights, context, self._switch, kv, shift)
         self.kv = kv
         """The cache, if it is one in low bits."""
         # changed by step
@@ -96,7 +97,7 @@ class RefinedModel:
             refiner = None if prepared is None else WeightRefiner(session, 0, prepared, k)
             seconds = miss.deadline_seconds if isinstance(miss, Wait) else 0.0
             cache = None if kv is None else _kv_cache(session, weights.config, context, kv, seconds)
-            return cls(session, weights, context, refiner, cache)
+            return cls(session, weights, context, refiner, cache, None if prepared is None else prepared.manifest.shift)
         except BaseException:
             session.close()
             raise
@@ -183,10 +184,13 @@ def store_slot_bytes(config: ModelConfig) -> int:
 class _Switch:
     """A refiner that can be turned off for a step."""
 
-    def __init__(self, refiner: Refiner | None) -> None:
+    def __init__(self, refiner: ShiftingRefiner | None) -> None:
         self.on = True
         self._off = Unrefined()
-        self._refiner: Refiner = refiner or self._off
+        self._refiner: ShiftingRefiner = refiner or self._off
+
+    def begin(self, layer: int, set_index: int, x: NDArray[np.float32]) -> None:
+        (self._refiner if self.on else self._off).begin(layer, set_index, x)
 
     def refine(self, layer: int, set_index: int, x: NDArray[np.float32], y: NDArray[np.float32]) -> None:
         (self._refiner if self.on else self._off).refine(layer, set_index, x, y)

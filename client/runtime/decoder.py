@@ -2,11 +2,14 @@
 
 Every projection goes through a :class:`Refiner`, which may add what quantization took away; attention belongs to a
 :class:`~strataflux.client.runtime.cache.KvCache`. The decoder knows nothing about where either has its precision from.
+
+With fetch lead and lag (:mod:`strataflux.client.runtime.schedule`) a projection's refinement is begun before its input
+is there, or added after its output was: a :class:`ShiftingRefiner` does that. Prefill is not refined and knows neither.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,8 +22,9 @@ from strataflux.client.runtime.block import attend_causally, norm_heads, run_blo
 from strataflux.client.runtime.cache import ExactCache, KvCache
 from strataflux.client.runtime.models import SETS, DecoderWeights, LayerWeights
 from strataflux.client.runtime.rope import rotary_table, rotate
+from strataflux.client.runtime.schedule import make_schedule
 
-__all__ = ["ContextFull", "Decoder", "Refiner", "Unrefined"]
+__all__ = ["ContextFull", "Decoder", "Refiner", "ShiftingRefiner", "Unrefined"]
 
 
 class Refiner(Protocol):
@@ -35,8 +39,24 @@ class Refiner(Protocol):
         """
 
 
+@runtime_checkable
+class ShiftingRefiner(Refiner, Protocol):
+    """A refiner that can select before it multiplies.
+
+    Pairs: :meth:`begin` / :meth:`refine` of one layer and set in one step; ``refine`` alone does both.
+    """
+
+    def begin(self, layer: int, set_index: int, x: NDArray[np.float32]) -> None:
+        """Select by the magnitudes of ``x`` [inputs], which is not kept; the next ``refine`` of this layer and set
+        takes that selection, whatever its input. Up to three layers of a set may have begun. Never raises.
+        """
+
+
 class Unrefined:
     """Leaves every projection at its resident precision."""
+
+    def begin(self, layer: int, set_index: int, x: NDArray[np.float32]) -> None:
+        """Do nothing."""
 
     def refine(self, layer: int, set_index: int, x: NDArray[np.float32], y: NDArray[np.float32]) -> None:
         """Do nothing."""
@@ -50,14 +70,35 @@ class Decoder:
     """Decodes one sequence, token by token. Not safe for use from two threads."""
 
     def __init__(
-        self, weights: DecoderWeights, context: int, refiner: Refiner | None = None, cache: KvCache | None = None
+        self,
+        weights: DecoderWeights,
+        context: int,
+        refiner: Refiner | None = None,
+        cache: KvCache | None = None,
+        shift: Mapping[str, float] | None = None,
     ) -> None:
-        """Decode into ``cache``, by default an exact one of ``context`` positions; ``refiner`` defaults to none."""
+        """Nothing is decoded yet.
+
+        Args:
+            weights: the model's.
+            context: positions of the cache.
+            refiner: of the projections; by default none.
+            cache: of keys and values; by default an exact one of ``context`` positions.
+            shift: blocks of fetch lead or lag of each projection set; by default none of any.
+
+        Raises:
+            MisuseError: a shift is not supported, or ``refiner`` is no :class:`ShiftingRefiner` and needs to be.
+        """
         config = weights.config
         # fixed after construction
         self.weights = weights
         self._refiner: Refiner = Unrefined() if refiner is None else refiner
+        self._schedule = make_schedule(config.layers, dict.fromkeys(SETS, 0.0) if shift is None else shift)
+        self._shifting = _shifting(self._refiner) if self._schedule.shifted else Unrefined()
+        self._norms = [norm for layer in weights.layers for norm in (layer.attention_norm, layer.mlp_norm)]
+        # written by steps
         self._outputs = [torch.empty(config.set_shape(name)[0]) for name in SETS]
+        self._late: dict[tuple[int, int], Tensor] = {}
         self.cache: KvCache = ExactCache(config, context) if cache is None else cache
         self.context = self.cache.context
         self._cosine, self._sine = rotary_table(config, self.context)
@@ -116,25 +157,47 @@ class Decoder:
             raise ContextFull(
                 "decoder cache", f"position {self.position}", f"less than {self.context}", "raise --context"
             )
-        weights, epsilon = self.weights, self.weights.config.norm_epsilon
-        shape = (weights.config.hidden,)
+        weights = self.weights
         hidden = weights.embedding[token].clone()
         self.cache.begin_step()
-        for index, layer in enumerate(weights.layers):
-            x = rms_norm(hidden, shape, layer.attention_norm, epsilon)
-            mixed = self._attend(index, self._project(index, 0, x))
-            hidden += self._project(index, 1, mixed)
-            x = rms_norm(hidden, shape, layer.mlp_norm, epsilon)
-            gate, up = self._project(index, 2, x).chunk(2)
-            hidden += self._project(index, 3, silu(gate) * up)
+        for layer in range(weights.config.layers):
+            x = self._read(hidden, 2 * layer)
+            mixed = self._attend(layer, self._project(layer, 0, x))
+            self._write(hidden, 2 * layer + 1, mixed)
+            x = self._read(hidden, 2 * layer + 1)
+            gate, up = self._project(layer, 2, x).chunk(2)
+            self._write(hidden, 2 * layer + 2, silu(gate) * up)
         self.cache.end_step()
-        return torch.mv(weights.head, rms_norm(hidden, shape, weights.norm, epsilon))
+        return torch.mv(weights.head, self._normed(hidden, weights.norm))
+
+    def _read(self, hidden: Tensor, position: int) -> Tensor:
+        """The input of what reads the stream at ``position``, after the selections that are made there."""
+        for layer, set_index in self._schedule.selects[position]:
+            ranks = self._normed(hidden, self._norms[2 * layer + set_index // 2])
+            self._shifting.begin(layer, set_index, ranks.numpy())
+        return self._normed(hidden, self._norms[position])
+
+    def _write(self, hidden: Tensor, position: int, x: Tensor) -> None:
+        """Make ``hidden`` the state at ``position``: the product of ``x``, and refinement that is added there."""
+        layer, half = divmod(position - 1, 2)
+        hidden += self._project(layer, 2 * half + 1, x)
+        for place in self._schedule.adds[position]:
+            added = torch.zeros_like(hidden)
+            self._shifting.refine(*place, self._late.pop(place).numpy(), added.numpy())
+            hidden += added
+
+    def _normed(self, hidden: Tensor, norm: Tensor) -> Tensor:
+        return rms_norm(hidden, (self.weights.config.hidden,), norm, self.weights.config.norm_epsilon)
 
     def _project(self, layer: int, set_index: int, x: Tensor) -> Tensor:
         # The result lies in one buffer a set and holds until the same set of the next layer.
         y = self._outputs[set_index]
         torch.mv(self.weights.layers[layer].projections[SETS[set_index]], x, out=y)
-        self._refiner.refine(layer, set_index, x.numpy(), y.numpy())
+        if self._schedule.lags[set_index]:
+            self._shifting.begin(layer, set_index, x.numpy())
+            self._late[layer, set_index] = x.clone()  # a cache may reuse what it gave out
+        else:
+            self._refiner.refine(layer, set_index, x.numpy(), y.numpy())
         return y
 
     def _attend(self, layer: int, qkv: Tensor) -> Tensor:
@@ -143,6 +206,12 @@ class Decoder:
         heads = norm_heads(config, self.weights.layers[layer], qkv.view(-1, config.head_dim))
         turned = rotate(heads[: -config.kv_heads], self._cosine[now], self._sine[now])
         return self.cache.attend(layer, turned[: config.heads], turned[config.heads :], heads[-config.kv_heads :])
+
+
+def _shifting(refiner: Refiner) -> ShiftingRefiner:
+    if not isinstance(refiner, ShiftingRefiner):
+        raise MisuseError("shift", f"a {type(refiner).__name__}", "a refiner that can begin early", "shift nothing")
+    return refiner
 
 
 def _multiply(layer: LayerWeights, name: str, x: Tensor) -> Tensor:
