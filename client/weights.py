@@ -4,7 +4,7 @@ Records are read where the daemon put them; absent ones are skipped, and the loo
 them. Object ids are dense: ``oid = base[layer, set] + channel`` in the order of the store's sections.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from strataflux.client.errors import MisuseError
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.runtime.models import SETS, ModelConfig
+from strataflux.client.schemes import BUNDLES, Scheme, budgets_by_set, require_scheme, section_of
 from strataflux.kernels.refine import record_bytes, refine_addresses
 from strataflux.kernels.select import select_channels
-from strataflux.kernels.topk import CHUNK, selected_count
+from strataflux.kernels.topk import selected_count
 from strataflux.proto.layout import slot_bytes
 
 __all__ = [
@@ -126,10 +127,15 @@ class WeightRefiner:
         # fixed after construction
         self._source = source
         self._table = table
-        self._budgets = _budgets(prepared.manifest.k if k is None else k)
-        self._bases = record_bases(config)
+        self._budgets = _budgets(prepared, k)
+        self._bases = record_bases(config, prepared.sets)
         self._scales = [
-            [prepared.refinement_scales(layer, name).numpy() for name in SETS] for layer in range(config.layers)
+            {
+                name: prepared.refinement_scales(layer, name).numpy()
+                for name, budget in zip(SETS, self._budgets, strict=True)
+                if budget
+            }
+            for layer in range(config.layers)
         ]
         self._buffers = [
             [_allocate(config, name, budget) for _ in range(LAYERS_BEGUN)]
@@ -165,12 +171,12 @@ class WeightRefiner:
             self._select(buffers, layer, set_index, x)
             hits = self._source.lookup(self._table, buffers.oids, buffers.scores, buffers.addresses)
             self._count(set_index, buffers.oids.size, hits)
-        scale = self._scales[layer][set_index]
+        scale = self._scales[layer][SETS[set_index]]
         refine_addresses(y, x, buffers.indices, buffers.addresses, scale, buffers.sums)
 
     def _select(self, buffers: _Buffers, layer: int, set_index: int, x: NDArray[np.float32]) -> None:
         select_channels(x, self._budgets[set_index], buffers.indices, buffers.scores)
-        np.add(buffers.indices, self._bases[layer, set_index], out=buffers.oids)
+        np.add(buffers.indices, self._bases[SETS[set_index]][layer], out=buffers.oids)
 
     def _count(self, set_index: int, lookups: int, hits: int) -> None:
         self._lookups[set_index] += lookups
@@ -185,37 +191,43 @@ def step_demand(
     prepared: PreparedModel,
     k: int | Mapping[str, int] | None = None,
     shift: Mapping[str, float] | None = None,
+    scheme: Scheme | None = None,
 ) -> StepDemand:
     """What a refiner with these arguments will ask of its source; sets with a ``shift`` may ask twice.
 
     Raises:
-        MisuseError: as :class:`WeightRefiner`.
+        MisuseError: as the refiner of ``scheme``, by default the one the prepared model names.
     """
-    config = prepared.config
-    budgets = _budgets(prepared.manifest.k if k is None else k)
-    shapes = [config.set_shape(name) for name in SETS]
-    counts = [selected_count(budget, inputs) for budget, (_, inputs) in zip(budgets, shapes, strict=True)]
-    sizes = [slot_bytes(record_bytes(outputs)) for outputs, _ in shapes]
-    largest = max(count * size for count, size in zip(counts, sizes, strict=True))
-    blocks = prepared.manifest.shift if shift is None else shift
-    times = [2 if blocks[name] else 1 for name in SETS]
-    return StepDemand(config.layers * sum(a * b for a, b in zip(counts, times, strict=True)), largest)
-
-
-def record_bases(config: ModelConfig) -> NDArray[np.int64]:
-    """The object id of channel 0 of each projection set: [layers, sets] int64."""
-    counts = [config.set_shape(name)[1] for _ in range(config.layers) for name in SETS]
-    return (np.cumsum(counts) - counts).reshape(config.layers, len(SETS)).astype(np.int64)
-
-
-def _budgets(k: int | Mapping[str, int]) -> tuple[int, ...]:
-    budgets = dict.fromkeys(SETS, k) if isinstance(k, int) else k
-    if budgets.keys() != set(SETS):
-        raise MisuseError("k", f"budgets for {', '.join(budgets)}", f"one for each of {', '.join(SETS)}", "name all")
+    config, manifest = prepared.config, prepared.manifest
+    chosen = manifest.mlp_scheme if scheme is None else scheme
+    require_scheme(prepared.sets, chosen)
+    budgets = budgets_by_set(manifest.k if k is None else k, chosen)
+    blocks = manifest.shift if shift is None else shift
+    selections, largest = 0, 0
     for name, budget in budgets.items():
-        if not 0 <= budget <= CHUNK:
-            raise MisuseError(f"k of {name}", f"{budget}", f"0 to {CHUNK} channels per {CHUNK}", "change --k")
-    return tuple(budgets[name] for name in SETS)
+        stored = BUNDLES if chosen == "bundles" and name == "down" else name
+        section = section_of(config, 0, stored)
+        count = selected_count(budget, section.count)
+        selections += count * (2 if blocks[name] else 1)
+        largest = max(largest, count * slot_bytes(section.record_bytes))
+    return StepDemand(config.layers * selections, largest)
+
+
+def record_bases(config: ModelConfig, sets: Sequence[str]) -> dict[str, NDArray[np.int64]]:
+    """The object ids of record 0 of each of ``sets``, which a store has in this order in each layer: [layers] int64."""
+    counts = np.array([section_of(config, layer, name).count for layer in range(config.layers) for name in sets])
+    firsts = (np.cumsum(counts) - counts).reshape(config.layers, len(sets)).astype(np.int64)
+    return {name: np.ascontiguousarray(firsts[:, position]) for position, name in enumerate(sets)}
+
+
+def _budgets(prepared: PreparedModel, k: int | Mapping[str, int] | None) -> tuple[int, ...]:
+    if k is None and prepared.manifest.mlp_scheme != "channels":
+        found = f"the budgets of {prepared.manifest.mlp_scheme}"
+        raise MisuseError("k", found, "budgets of channels", "pass them, or refine by neuron bundles")
+    budgets = budgets_by_set(prepared.manifest.k if k is None else k, "channels")
+    if budgets["gate_up"] or budgets["down"]:
+        require_scheme(prepared.sets, "channels")
+    return tuple(budgets.values())
 
 
 def _allocate(config: ModelConfig, name: str, budget: int) -> _Buffers:

@@ -4,13 +4,13 @@
 |-------------------------|-----------------------------------------------------------------------------|
 | `prepared.json`         | :class:`Manifest`                                                           |
 | `resident.safetensors`  | packed codes, scales or codebooks, refinement scales, norms, embeddings      |
-| `refine/`               | the store: one record per input channel of each projection set              |
+| `refine/`               | the store: records of channels, of neuron bundles, or of both               |
 | `tokenizer.json`        | the tokenizer                                                               |
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,9 +24,9 @@ from torch import Tensor
 from strataflux.client.errors import InputError
 from strataflux.client.prepare.tensor_file import TensorDigest, TensorShape
 from strataflux.client.runtime.models import SETS, LayerWeights, ModelConfig, ModelConfigError
+from strataflux.client.schemes import BUNDLES, STORED_SETS, Scheme, section_of, stored_schemes
 from strataflux.kernels.codebook import dequantize_codebook
 from strataflux.kernels.lowbit import dequantize, packed_bytes
-from strataflux.kernels.refine import record_bytes
 from strataflux.proto.store_format import SectionSpec, identity_digest
 
 __all__ = [
@@ -59,12 +59,12 @@ class Manifest:
     group: int
     """Inputs that share a scale; 0: each output row has a codebook."""
     k: Mapping[str, int]
-    """Default budget of each projection set: channels per 1,024."""
+    """Default budget of each projection set: channels per 1,024, or neurons for ``down`` if the MLP has bundles."""
     shift: Mapping[str, float]
     """How much earlier than its input each set's refinement may start, in layers: 0 when it uses its own
     input."""
-    mlp_scheme: str
-    """``channels``: gate-up and down are refined channel by channel."""
+    mlp_scheme: Scheme
+    """How the MLP is refined: by channels of gate-up and down, or by neuron bundles."""
     kv: Mapping[str, Any] | None
     """Settings of the key and value cache; none is prepared yet if null."""
     identity: Mapping[str, Any]
@@ -109,6 +109,11 @@ class PreparedModel:
         return self.manifest.config
 
     @property
+    def sets(self) -> tuple[str, ...]:
+        """What the store has records of, in their order in each layer: one of ``STORED_SETS``."""
+        return tuple(self.manifest.identity["layout"]["sets"])
+
+    @property
     def store(self) -> Path:
         """The folder of the store."""
         return self.folder / STORE
@@ -122,7 +127,7 @@ class PreparedModel:
     def bits_per_weight(self) -> float:
         """Bits of the projections' codes, scales, zero-points and codebooks, over the number of their weights."""
         parts = {"codes", "scales", "zeros", "planes", "codebook"}
-        shapes = resident_tensors(self.config, self.manifest.bits, self.manifest.group)
+        shapes = self._tensors()
         stored = sum(
             math.prod(shape) * dtype.itemsize for name, (dtype, shape) in shapes.items() if name.split(".")[-1] in parts
         )
@@ -151,7 +156,7 @@ class PreparedModel:
         )
 
     def refinement_scales(self, layer: int, set_name: str) -> Tensor:
-        """The scale of each output's refinement codes, [outputs] float32."""
+        """The scale of each output's refinement codes, [outputs] float32; of bundles those of the down columns."""
         return self._tensor(f"layers.{layer}.{set_name}.refinement_scales")
 
     def tokenizer(self) -> Tokenizer:
@@ -165,13 +170,16 @@ class PreparedModel:
             InputError: they are not.
         """
         digest = TensorDigest()
-        for name in resident_tensors(self.config, self.manifest.bits, self.manifest.group):
+        for name in self._tensors():
             digest.add(name, self._tensor(name))
         expected = self.manifest.identity["base_weights_sha256"]
         if digest.hexdigest() != expected:
             raise InputError(
                 self.folder / RESIDENT, f"SHA-256 {digest.hexdigest()[:12]}…", f"{expected[:12]}…", _REMEDY
             )
+
+    def _tensors(self) -> dict[str, TensorShape]:
+        return resident_tensors(self.config, self.manifest.bits, self.manifest.group, self.sets)
 
     def _projection(self, layer: int, set_name: str) -> Tensor:
         prefix = f"layers.{layer}.{set_name}."
@@ -201,12 +209,19 @@ def open_prepared(folder: Path) -> PreparedModel:
         model = PreparedModel(folder, manifest)
     except SafetensorError as error:
         raise InputError(folder / RESIDENT, str(error), "a whole safetensors file", _REMEDY) from error
-    _check_tensors(folder / RESIDENT, manifest)
+    _check_tensors(model)
     return model
 
 
-def resident_tensors(config: ModelConfig, bits: int, group: int) -> dict[str, TensorShape]:
-    """Names, dtypes and shapes in ``resident.safetensors``, in file order; ``group`` is 0 for codebooks."""
+def resident_tensors(config: ModelConfig, bits: int, group: int, sets: Sequence[str] = SETS) -> dict[str, TensorShape]:
+    """Names, dtypes and shapes in ``resident.safetensors``, in file order.
+
+    Args:
+        config: the model's dimensions.
+        bits: of a code.
+        group: inputs that share a scale; 0 for codebooks.
+        sets: what the store has records of.
+    """
     vocabulary = (torch.float16, (config.vocabulary, config.hidden))
     norm = (torch.float32, (config.hidden,))
     tensors: dict[str, TensorShape] = {"embedding": vocabulary, "norm": norm}
@@ -218,38 +233,33 @@ def resident_tensors(config: ModelConfig, bits: int, group: int) -> dict[str, Te
         if config.head_norms:
             tensors |= {f"layers.{layer}.query_norm": head_norm, f"layers.{layer}.key_norm": head_norm}
         for name in SETS:
-            outputs, inputs = config.set_shape(name)
             prefix = f"layers.{layer}.{name}."
-            if group:
-                tensors[prefix + "codes"] = torch.uint8, (outputs, packed_bytes(inputs, bits))
-                tensors[prefix + "scales"] = torch.float16, (outputs, inputs // group)
-                tensors[prefix + "zeros"] = torch.uint8, (outputs, inputs // group)
-            else:
-                tensors[prefix + "planes"] = torch.uint8, (bits, outputs, inputs // 8)
-                tensors[prefix + "codebook"] = torch.float16, (outputs, 1 << bits)
-            tensors[prefix + "refinement_scales"] = torch.float32, (outputs,)
+            shapes = _matrix_tensors(config.set_shape(name), bits, group)
+            tensors |= {prefix + part: shape for part, shape in shapes.items()}
+            if name in sets:
+                tensors[prefix + "refinement_scales"] = torch.float32, (config.set_shape(name)[0],)
+        if BUNDLES in sets:
+            tensors[f"layers.{layer}.{BUNDLES}.refinement_scales"] = norm
     return tensors
 
 
-def store_sections(config: ModelConfig) -> list[SectionSpec]:
-    """The store's sections: layers in order, in each the sets in the order of ``SETS``; one record a
-    channel.
-    """
-    return list(_sections(config))
+def _matrix_tensors(shape: tuple[int, int], bits: int, group: int) -> dict[str, TensorShape]:
+    outputs, inputs = shape
+    if not group:
+        return {
+            "planes": (torch.uint8, (bits, outputs, inputs // 8)),
+            "codebook": (torch.float16, (outputs, 1 << bits)),
+        }
+    return {
+        "codes": (torch.uint8, (outputs, packed_bytes(inputs, bits))),
+        "scales": (torch.float16, (outputs, inputs // group)),
+        "zeros": (torch.uint8, (outputs, inputs // group)),
+    }
 
 
-def _sections(config: ModelConfig) -> Iterator[SectionSpec]:
-    for layer in range(config.layers):
-        for name in SETS:
-            outputs, inputs = config.set_shape(name)
-            yield SectionSpec(
-                name=f"layers.{layer}.{name}",
-                kind="weight_channel",
-                layer=layer,
-                set=name,
-                count=inputs,
-                record_bytes=record_bytes(outputs),
-            )
+def store_sections(config: ModelConfig, sets: Sequence[str] = SETS) -> list[SectionSpec]:
+    """The store's sections: layers in order, in each ``sets`` in their order."""
+    return [section_of(config, layer, name) for layer in range(config.layers) for name in sets]
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -271,13 +281,18 @@ def _read_manifest(path: Path) -> Manifest:
         )
         if manifest.digest != value["identity_digest"]:
             raise InputError(path, f"identity {manifest.digest[:12]}…", f"{value['identity_digest']}", _REMEDY)
+        sets = tuple(manifest.identity["layout"]["sets"])
+        if manifest.mlp_scheme not in stored_schemes(sets) or sets not in STORED_SETS.values():
+            found = f"MLP scheme {manifest.mlp_scheme!r} beside records of {', '.join(sets)}"
+            raise InputError(path, found, "a scheme that has its records", _REMEDY)
     except (KeyError, TypeError, ModelConfigError) as error:
         raise InputError(path, f"{error}", "all fields of a prepared model", _REMEDY) from error
     return manifest
 
 
-def _check_tensors(path: Path, manifest: Manifest) -> None:
-    expected = resident_tensors(manifest.config, manifest.bits, manifest.group)
+def _check_tensors(model: PreparedModel) -> None:
+    path, manifest = model.folder / RESIDENT, model.manifest
+    expected = resident_tensors(manifest.config, manifest.bits, manifest.group, model.sets)
     dtypes = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}
     with safe_open(path, framework="pt") as opened:
         present = set(opened.keys())

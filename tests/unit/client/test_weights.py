@@ -50,7 +50,9 @@ def prepared(tmp_path: Path, tiny_source: Any) -> PreparedModel:
 
 def test_object_ids_are_those_of_the_store(prepared: PreparedModel) -> None:
     sections = open_store(prepared.store).sections
-    assert record_bases(prepared.config).flatten().tolist() == [section.first_oid for section in sections]
+    bases = record_bases(prepared.config, prepared.sets)
+    found = [bases[section.set][section.layer] for section in sections]
+    assert found == [section.first_oid for section in sections]
 
 
 @pytest.mark.parametrize("set_index", range(len(SETS)))
@@ -62,7 +64,7 @@ def test_selected_channels_are_added_and_missing_ones_skipped(
     outputs, inputs = prepared.config.set_shape(name)
     x = torch.randn(inputs, generator=torch.Generator().manual_seed(set_index))
     channels, scores = select_reference(x, k)
-    base = int(record_bases(prepared.config)[layer, set_index])
+    base = int(record_bases(prepared.config, prepared.sets)[name][layer])
     absent = frozenset((channels[::2] + base).tolist()) if missing else frozenset()
     source = InMemory(prepared.store, absent)
     refiner = WeightRefiner(source, 3, prepared, k)
@@ -133,7 +135,7 @@ def test_what_comes_between_selection_and_product_is_added_and_counted_as_the_mi
     ranks, x = (torch.randn(64, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     early = select_reference(ranks, k)[0]
     assert not torch.equal(early, select_reference(x, k)[0])
-    base = int(record_bases(prepared.config)[layer, set_index])
+    base = int(record_bases(prepared.config, prepared.sets)[SETS[set_index]][layer])
     source = Filling(prepared.store, frozenset((early[:3] + base).tolist()))
     refiner = WeightRefiner(source, 0, prepared, k)
     y, expected = torch.zeros(128), torch.zeros(128)
