@@ -15,6 +15,7 @@ from gguf.quants import dequantize
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from strataflux.client.prepare.chat import ChatTemplate, chat_from_gguf
 from strataflux.client.prepare.errors import DamagedModel, UnsupportedModel
 from strataflux.client.prepare.source import fused_layer, part_shapes, require_tensor
 from strataflux.client.prepare.tokenizer import tokenizer_from_gguf
@@ -103,9 +104,14 @@ class GgufSource:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer in the file's metadata."""
-        return tokenizer_from_gguf(
-            self.path, {name: field.contents() for name, field in self._reader.fields.items() if "tokenizer." in name}
-        )
+        return tokenizer_from_gguf(self.path, self._tokenizer_metadata())
+
+    def chat_template(self) -> ChatTemplate | None:
+        """The template in the file's metadata."""
+        return chat_from_gguf(self._tokenizer_metadata())
+
+    def _tokenizer_metadata(self) -> dict[str, Any]:
+        return {name: field.contents() for name, field in self._reader.fields.items() if "tokenizer." in name}
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         entry = self._entry(name)

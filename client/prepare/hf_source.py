@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from strataflux.client.prepare.chat import ChatTemplate, chat_from_hf
 from strataflux.client.prepare.errors import DamagedModel, UnsupportedModel
 from strataflux.client.prepare.source import fused_layer, part_shapes, require_tensor
 from strataflux.client.runtime.models import LayerWeights, ModelConfig, ModelConfigError
@@ -111,6 +112,14 @@ class HfSource:
         if not path.is_file():
             raise UnsupportedModel(self.path, "no tokenizer.json", "tokenizer.json", "save a fast tokenizer there")
         return Tokenizer.from_file(str(path))
+
+    def chat_template(self) -> ChatTemplate | None:
+        """The template in ``chat_template.jinja`` or ``tokenizer_config.json``."""
+        try:
+            return chat_from_hf(self.path)
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            found = f"a chat template that cannot be read ({error})"
+            raise DamagedModel(self.path, found, "a template, or none", "download the model again") from error
 
     def _index(self) -> dict[str, Path]:
         """{tensor: file} over all shards, with the files' headers checked."""

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from strataflux.client.errors import InputError
+from strataflux.client.prepare.chat import ChatTemplate
 from strataflux.client.prepare.errors import DamagedModel, UnsupportedModel
 from strataflux.client.runtime.models import LayerWeights, ModelConfig, WeightSource
 
@@ -30,6 +31,9 @@ class ModelSource(WeightSource, Protocol):
         Raises:
             UnsupportedModel: the tokenizer is of a kind that cannot be built here.
         """
+
+    def chat_template(self) -> ChatTemplate | None:
+        """How the model wants conversations written; None where its files do not say."""
 
 
 def open_source(path: Path) -> ModelSource:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from strataflux.client.errors import InputError
 from strataflux.client.prepare.bases.rtn import RtnSettings
+from strataflux.client.prepare.chat import CHAT
 from strataflux.client.prepare.errors import DamagedModel
 from strataflux.client.prepare.layers import LayerMaker, StagedLayers, StreamedLayers
 from strataflux.client.prepare.prepared import (
@@ -95,6 +96,8 @@ def _write(
     partial.mkdir()
     try:
         source.tokenizer().save(str(partial / TOKENIZER))
+        if (chat := source.chat_template()) is not None:
+            chat.save(partial / CHAT)
         digest = _write_resident(source, partial / RESIDENT, settings, layers, advance)
         manifest = _manifest(source.config, settings, digest)
         _write_synced(partial / MANIFEST, json.dumps(manifest.to_json(), indent=2))

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
+from strataflux.client.prepare.chat import ChatTemplate
 from strataflux.client.prepare.source import fused_layer, part_shapes
 from strataflux.client.prepare.tokenizer import tokenizer_from_gguf
 from strataflux.client.runtime.models import LayerWeights, ModelConfig
@@ -22,6 +23,7 @@ class TinySource:
     config: ModelConfig
     seed: int = 0
     cache: dict[str, Tensor] = field(default_factory=dict)
+    chat: ChatTemplate | None = None
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         if name not in self.cache:
@@ -55,6 +57,9 @@ class TinySource:
     def tokenizer(self) -> Tokenizer:
         return tokenizer_from_gguf("tiny", self.tokenizer_metadata())
 
+    def chat_template(self) -> ChatTemplate | None:
+        return self.chat
+
     def tokenizer_metadata(self) -> dict[str, object]:
         return {
             "tokenizer.ggml.model": "gpt2",
@@ -66,7 +71,7 @@ class TinySource:
         }
 
     def with_config(self, **changes: object) -> "TinySource":
-        return TinySource(replace(self.config, **changes), self.seed, self.cache)  # type: ignore[arg-type]
+        return TinySource(replace(self.config, **changes), self.seed, self.cache, self.chat)  # type: ignore[arg-type]
 
 
 @pytest.fixture
