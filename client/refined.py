@@ -1,7 +1,10 @@
-"""A prepared model that decodes with what a daemon holds: one session's step around each decoder's step."""
+"""A prepared model that decodes with what a daemon holds: one session's step around each decoder's step.
+
+A session may have several sequences, which take turns; :class:`RefinedModel` has one of its own unless told otherwise.
+"""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,14 +28,14 @@ from strataflux.kernels.refine import record_bytes
 from strataflux.proto.layout import slot_bytes
 from strataflux.proto.messages import StoreRef
 
-__all__ = ["RefinedModel", "store_slot_bytes"]
+__all__ = ["RefinedModel", "RefinedSession", "store_slot_bytes"]
 
 
 class RefinedModel:
     """Decodes one sequence, each step refined with what is resident at that moment.
 
-    Pairs: :meth:`attach` / :meth:`close`. A step that the daemon had to cut off (it held slots for too long) is run
-    again without refinement before its logits are given out.
+    Pairs: :meth:`attach` or :meth:`RefinedSession.open` / :meth:`close`. A step that the daemon had to cut off (it held
+    slots for too long) is run again without refinement before its logits are given out.
     """
 
     def __init__(
@@ -43,10 +46,12 @@ class RefinedModel:
         refiner: ShiftingRefiner | None,
         kv: RefinedKVCache | None,
         shift: Mapping[str, float] | None = None,
+        leave: Callable[[], object] | None = None,
     ) -> None:
-        """Use :meth:`attach`."""
+        """Use :meth:`attach`. ``leave`` is what :meth:`close` does, by default closing the session."""
         # fixed after construction
         self._session = session
+        self._leave = session.close if leave is None else leave
         self._switch = _Switch(refiner)
         self._decoder = Decoder(weights, context, self._switch, kv, shift)
         self.kv = kv
@@ -83,21 +88,11 @@ class RefinedModel:
             MisuseError: ``k`` is out of range, or there is no such KV format.
             DaemonUnavailableError: nobody answers. RefusedError: the daemon does not serve this store, or said no.
         """
-        demands = [] if prepared is None else [step_demand(prepared, k)]
-        demands += [] if kv is None else [kv.demand(weights.config, context)]
-        session = Session.attach(
-            [] if prepared is None else [StoreRef(prepared.manifest.digest, prepared.manifest.identity)],
-            selections_per_step=max(1, sum(demand.selections for demand in demands)),
-            largest_set_bytes=0 if isinstance(miss, Skip) else max((d.largest_set_bytes for d in demands), default=0),
-            runtime_dir=runtime_dir,
-            miss=miss,
-            kv=None if kv is None else kv.geometry(weights.config, blocks_for(context)),
+        session = RefinedSession.attach(
+            prepared, weights, context=context, runtime_dir=runtime_dir, k=k, miss=miss, kv=kv
         )
         try:
-            refiner = None if prepared is None else WeightRefiner(session, 0, prepared, k)
-            seconds = miss.deadline_seconds if isinstance(miss, Wait) else 0.0
-            cache = None if kv is None else _kv_cache(session, weights.config, context, kv, seconds)
-            return cls(session, weights, context, refiner, cache, None if prepared is None else prepared.manifest.shift)
+            return session.open(context, alone=True)
         except BaseException:
             session.close()
             raise
@@ -135,8 +130,8 @@ class RefinedModel:
         return self._session.stats()
 
     def close(self) -> None:
-        """Leave the daemon. Idempotent."""
-        self._session.close()
+        """Leave the daemon; a sequence of a :class:`RefinedSession` leaves that. Idempotent."""
+        self._leave()
 
     def __enter__(self) -> Self:
         return self
@@ -166,12 +161,89 @@ class RefinedModel:
             self.kv.refining = on
 
 
-def _kv_cache(
-    session: Session, config: ModelConfig, context: int, options: KvOptions, wait_seconds: float
-) -> RefinedKVCache:
-    blocks = KvBlocks(config, options.form(config.head_dim), blocks_for(context), session.kv)
+class RefinedSession:
+    """A session of one model and the sequences that are decoded in it, one step of one of them at a time.
+
+    Pairs: :meth:`attach` / :meth:`close`, :meth:`open` / :meth:`RefinedModel.close`. One thread at a time.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        prepared: PreparedModel | None,
+        weights: DecoderWeights,
+        refiner: ShiftingRefiner | None,
+        cache: Callable[[int], RefinedKVCache] | None,
+    ) -> None:
+        """Use :meth:`attach`. ``cache`` makes the KV cache of a sequence of so many positions; None: an exact one."""
+        # fixed after construction
+        self._session = session
+        self._weights = weights
+        self._refiner = refiner
+        self._cache = cache
+        self._shift = None if prepared is None else prepared.manifest.shift
+
+    @classmethod
+    def attach(
+        cls,
+        prepared: PreparedModel | None,
+        weights: DecoderWeights,
+        *,
+        context: int,
+        sequences: int = 1,
+        runtime_dir: Path | None = None,
+        k: int | None = None,
+        miss: MissPolicy = Skip(),  # noqa: B008 (immutable)
+        kv: KvOptions | None = None,
+    ) -> "RefinedSession":
+        """As :meth:`RefinedModel.attach`, for up to ``sequences`` sequences of ``context`` positions at once."""
+        demands = [] if prepared is None else [step_demand(prepared, k)]
+        demands += [] if kv is None else [kv.demand(weights.config, context)]
+        blocks = sequences * blocks_for(context)
+        session = Session.attach(
+            [] if prepared is None else [StoreRef(prepared.manifest.digest, prepared.manifest.identity)],
+            selections_per_step=max(1, sum(demand.selections for demand in demands)),
+            largest_set_bytes=0 if isinstance(miss, Skip) else max((d.largest_set_bytes for d in demands), default=0),
+            runtime_dir=runtime_dir,
+            miss=miss,
+            kv=None if kv is None else kv.geometry(weights.config, blocks),
+        )
+        try:
+            refiner = None if prepared is None else WeightRefiner(session, 0, prepared, k)
+            seconds = miss.deadline_seconds if isinstance(miss, Wait) else 0.0
+            cache = None if kv is None else _cache_maker(session, weights.config, blocks, kv, seconds)
+            return cls(session, prepared, weights, refiner, cache)
+        except BaseException:
+            session.close()
+            raise
+
+    def open(self, context: int, *, alone: bool = False) -> RefinedModel:
+        """An empty sequence of up to ``context`` positions; the session ends with it if it is ``alone`` in it.
+
+        Raises:
+            MisuseError: the pool of KV blocks has no room for it.
+        """
+        kv = None if self._cache is None else self._cache(context)
+        give_back: Callable[[], object] = (lambda: None) if kv is None else kv.close
+        leave = self.close if alone else give_back
+        return RefinedModel(self._session, self._weights, context, self._refiner, kv, self._shift, leave)
+
+    def stats(self) -> SessionStats:
+        """Counts and state of the session, over all its sequences."""
+        return self._session.stats()
+
+    def close(self) -> None:
+        """Leave the daemon; sequences that are open may not be stepped any more. Idempotent."""
+        self._session.close()
+
+
+def _cache_maker(
+    session: Session, config: ModelConfig, capacity: int, options: KvOptions, wait_seconds: float
+) -> Callable[[int], RefinedKVCache]:
+    """Makes caches that share a pool of ``capacity`` blocks."""
+    blocks = KvBlocks(config, options.form(config.head_dim), capacity, session.kv)
     table = 0 if session.kv is None else session.kv.table
-    return RefinedKVCache(blocks, context, options.fraction, session, table, wait_seconds)
+    return lambda context: RefinedKVCache(blocks, context, options.fraction, session, table, wait_seconds)
 
 
 def store_slot_bytes(config: ModelConfig) -> int:

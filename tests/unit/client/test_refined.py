@@ -13,7 +13,7 @@ from strataflux.client.errors import MisuseError, RefusedError
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.prepare.settings import PrepareSettings
 from strataflux.client.prepare.write import prepare
-from strataflux.client.refined import RefinedModel, store_slot_bytes
+from strataflux.client.refined import RefinedModel, RefinedSession, store_slot_bytes
 from strataflux.client.runtime.decoder import Decoder
 from strataflux.client.runtime.models import DecoderWeights
 from strataflux.proto.messages import Refuse
@@ -74,6 +74,25 @@ def test_reset_begins_another_sequence(prepared: PreparedModel, daemon: FakeDaem
         first = [model.step(token) for token in TOKENS]
         model.reset()
         assert all(torch.equal(model.step(token), y) for token, y in zip(TOKENS, first, strict=True))
+
+
+def test_sequences_of_one_session_take_turns(prepared: PreparedModel, daemon: FakeDaemon) -> None:
+    publish_all(daemon)
+    with attach(prepared, daemon) as model:
+        alone = [model.step(token) for token in TOKENS]
+    weights = DecoderWeights.read(prepared)
+    session = RefinedSession.attach(prepared, weights, context=8, sequences=2, runtime_dir=daemon.path.parent)
+    first, second = session.open(8), session.open(5)
+    for at, token in enumerate(TOKENS):
+        assert torch.equal(first.step(token), alone[at])
+        if at:
+            assert torch.equal(second.step(TOKENS[at - 1]), alone[at - 1])
+    second.close()
+    assert torch.isfinite(first.step(1)).all()
+    assert len(daemon.sessions) == 1
+    assert session.stats().state == "attached"
+    session.close()
+    assert session.stats().state == "detached"
 
 
 def test_a_step_that_was_cut_off_is_run_again_unrefined(
