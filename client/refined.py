@@ -14,21 +14,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strataflux.cache_policy.miss import MissPolicy, Skip, Wait
+from strataflux.client.bundles import make_refiner
 from strataflux.client.errors import MisuseError
 from strataflux.client.kv import RefinedKVCache
 from strataflux.client.kv_blocks import KvBlocks
 from strataflux.client.kv_options import KvOptions, blocks_for
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.runtime.decoder import Decoder, ShiftingRefiner, Unrefined
-from strataflux.client.runtime.models import SETS, DecoderWeights, ModelConfig
+from strataflux.client.runtime.models import DecoderWeights, ModelConfig
+from strataflux.client.schemes import Scheme
 from strataflux.client.session import Session
 from strataflux.client.session_stats import SessionStats
-from strataflux.client.weights import WeightRefiner, step_demand
-from strataflux.kernels.refine import record_bytes
-from strataflux.proto.layout import slot_bytes
+from strataflux.client.weights import step_demand
 from strataflux.proto.messages import StoreRef
 
-__all__ = ["RefinedModel", "RefinedSession", "store_slot_bytes"]
+__all__ = ["RefinedModel", "RefinedSession"]
 
 
 class RefinedModel:
@@ -69,7 +69,9 @@ class RefinedModel:
         *,
         context: int,
         runtime_dir: Path | None = None,
-        k: int | None = None,
+        k: int | Mapping[str, int] | None = None,
+        shift: Mapping[str, float] | None = None,
+        scheme: Scheme | None = None,
         miss: MissPolicy = Skip(),  # noqa: B008 (immutable)
         kv: KvOptions | None = None,
     ) -> "RefinedModel":
@@ -80,16 +82,26 @@ class RefinedModel:
             weights: its weights, read from it.
             context: positions of the key and value cache.
             runtime_dir: where the daemon's sockets are; None looks in the usual places.
-            k: channels per 1,024; None takes the prepared model's.
+            k: channels per 1,024, for all projection sets or for each; None takes the prepared model's.
+            shift: blocks of fetch lead or lag of each projection set; None takes the prepared model's.
+            scheme: how MLPs are refined; None takes the prepared model's.
             miss: what to do about absent records.
             kv: a KV cache in low bits; None keeps it exact.
 
         Raises:
-            MisuseError: ``k`` is out of range, or there is no such KV format.
+            MisuseError: ``k`` is out of range, or there is no such KV format, shift, or scheme in the store.
             DaemonUnavailableError: nobody answers. RefusedError: the daemon does not serve this store, or said no.
         """
         session = RefinedSession.attach(
-            prepared, weights, context=context, runtime_dir=runtime_dir, k=k, miss=miss, kv=kv
+            prepared,
+            weights,
+            context=context,
+            runtime_dir=runtime_dir,
+            k=k,
+            shift=shift,
+            scheme=scheme,
+            miss=miss,
+            kv=kv,
         )
         try:
             return session.open(context, alone=True)
@@ -170,9 +182,9 @@ class RefinedSession:
     def __init__(
         self,
         session: Session,
-        prepared: PreparedModel | None,
         weights: DecoderWeights,
         refiner: ShiftingRefiner | None,
+        shift: Mapping[str, float] | None,
         cache: Callable[[int], RefinedKVCache] | None,
     ) -> None:
         """Use :meth:`attach`. ``cache`` makes the KV cache of a sequence of so many positions; None: an exact one."""
@@ -181,7 +193,7 @@ class RefinedSession:
         self._weights = weights
         self._refiner = refiner
         self._cache = cache
-        self._shift = None if prepared is None else prepared.manifest.shift
+        self._shift = shift
 
     @classmethod
     def attach(
@@ -192,12 +204,14 @@ class RefinedSession:
         context: int,
         sequences: int = 1,
         runtime_dir: Path | None = None,
-        k: int | None = None,
+        k: int | Mapping[str, int] | None = None,
+        shift: Mapping[str, float] | None = None,
+        scheme: Scheme | None = None,
         miss: MissPolicy = Skip(),  # noqa: B008 (immutable)
         kv: KvOptions | None = None,
     ) -> "RefinedSession":
         """As :meth:`RefinedModel.attach`, for up to ``sequences`` sequences of ``context`` positions at once."""
-        demands = [] if prepared is None else [step_demand(prepared, k)]
+        demands = [] if prepared is None else [step_demand(prepared, k, shift, scheme)]
         demands += [] if kv is None else [kv.demand(weights.config, context)]
         blocks = sequences * blocks_for(context)
         session = Session.attach(
@@ -209,10 +223,12 @@ class RefinedSession:
             kv=None if kv is None else kv.geometry(weights.config, blocks),
         )
         try:
-            refiner = None if prepared is None else WeightRefiner(session, 0, prepared, k)
+            refiner = None if prepared is None else make_refiner(session, 0, prepared, k, scheme)
             seconds = miss.deadline_seconds if isinstance(miss, Wait) else 0.0
             cache = None if kv is None else _cache_maker(session, weights.config, blocks, kv, seconds)
-            return cls(session, prepared, weights, refiner, cache)
+            if shift is None and prepared is not None:
+                shift = prepared.manifest.shift
+            return cls(session, weights, refiner, shift, cache)
         except BaseException:
             session.close()
             raise
@@ -244,13 +260,6 @@ def _cache_maker(
     blocks = KvBlocks(config, options.form(config.head_dim), capacity, session.kv)
     table = 0 if session.kv is None else session.kv.table
     return lambda context: RefinedKVCache(blocks, context, options.fraction, session, table, wait_seconds)
-
-
-def store_slot_bytes(config: ModelConfig) -> int:
-    """Bytes of cache slots that hold the whole store of a model with these dimensions."""
-    return config.layers * sum(
-        config.set_shape(name)[1] * slot_bytes(record_bytes(config.set_shape(name)[0])) for name in SETS
-    )
 
 
 class _Switch:

@@ -132,9 +132,9 @@ class _Model:
         return None if self.reference is None else _read(self.reference)
 
     def cache_bytes(self, asked: str | None) -> int:
-        from strataflux.client.refined import store_slot_bytes
+        from strataflux.client.schemes import store_slot_bytes
 
-        return parse_cache(asked or _DEFAULT_CACHE, store_slot_bytes(self.prepared.config))
+        return parse_cache(asked or _DEFAULT_CACHE, store_slot_bytes(self.prepared.config, self.prepared.sets))
 
 
 def _through_daemon(

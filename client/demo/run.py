@@ -24,10 +24,11 @@ from strataflux.client.launch import PrivateDaemon
 from strataflux.client.leftovers import Leftovers
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.prepare.source import ModelSource
-from strataflux.client.refined import RefinedModel, store_slot_bytes
+from strataflux.client.refined import RefinedModel
 from strataflux.client.runtime.decoder import Decoder
 from strataflux.client.runtime.models import DecoderWeights
 from strataflux.client.runtime.threads import decoding_threads
+from strataflux.client.schemes import store_slot_bytes
 from strataflux.client.session_stats import SessionStats
 
 __all__ = ["Demo", "DemoSettings", "Progress", "run_demo"]
@@ -91,7 +92,7 @@ def run_demo(source: ModelSource, prepared: PreparedModel, settings: DemoSetting
         kv=settings.kv,
         kv_cache_bytes=run.kv_cache_bytes,
         cache_bytes=run.cache_bytes,
-        store_bytes=store_slot_bytes(prepared.config),
+        store_bytes=store_slot_bytes(prepared.config, prepared.sets),
         leftovers=run.leftovers,
         seconds=run.seconds,
     )
@@ -106,7 +107,7 @@ class _Run:
         self._settings = settings
         self._progress = progress
         self._tokenizer: Tokenizer = prepared.tokenizer()
-        self.cache_bytes = round(settings.cache_share * store_slot_bytes(prepared.config))
+        self.cache_bytes = round(settings.cache_share * store_slot_bytes(prepared.config, prepared.sets))
         self.kv_cache_bytes = round(settings.cache_share * settings.kv.slots_of(prepared.config, settings.tokens))
         # grown row by row
         self._reference: Reference

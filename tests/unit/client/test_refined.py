@@ -13,9 +13,10 @@ from strataflux.client.errors import MisuseError, RefusedError
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.prepare.settings import PrepareSettings
 from strataflux.client.prepare.write import prepare
-from strataflux.client.refined import RefinedModel, RefinedSession, store_slot_bytes
+from strataflux.client.refined import RefinedModel, RefinedSession
 from strataflux.client.runtime.decoder import Decoder
 from strataflux.client.runtime.models import DecoderWeights
+from strataflux.client.schemes import store_slot_bytes
 from strataflux.proto.messages import Refuse
 from strataflux.proto.store_format import open_store
 from tests.fakes.daemon import FakeDaemon
@@ -167,4 +168,4 @@ def test_budget_out_of_range(prepared: PreparedModel, daemon: FakeDaemon) -> Non
 
 def test_slot_bytes_of_the_whole_store(prepared: PreparedModel) -> None:
     sets = 64 * 256 + 64 * 256 + 64 * 1280 + 1088 * 256
-    assert store_slot_bytes(prepared.config) == 2 * sets
+    assert store_slot_bytes(prepared.config, prepared.sets) == 2 * sets
