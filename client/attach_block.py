@@ -95,6 +95,7 @@ __all__ = [
     "make_block",
     "put_result",
     "puts_done",
+    "puts_done_address",
     "set_bases",
     "set_table",
 ]
@@ -300,6 +301,11 @@ def puts_done(block: Block) -> int:
     # SYNC: puts-done (read). Acquire: results are read after the count that says they are there.
     done = load_acquire_u64(block[VIEW] + np.uint64(_PUTS_DONE_AT))
     return np.int64(min(done, block[PUT_TAIL]))  # type: ignore[return-value]
+
+
+def puts_done_address(block: Block) -> int:
+    """Address of the futex word of :func:`puts_done`: the low half of the count."""
+    return int(block[VIEW]) + _PUTS_DONE_AT
 
 
 @compiled

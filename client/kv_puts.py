@@ -6,6 +6,7 @@ under them is gone: callers ask for new ids and go on without refinement of what
 Threads: all of this is for the thread that runs steps, but ``answered``, ``replaced`` and ``lost`` for the keeper's.
 """
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from strataflux.client import attach_block
+from strataflux.client import attach_block, futex
 from strataflux.client.attach import Attachment, AttachRequest
 from strataflux.client.errors import DaemonUnavailableError, MisuseError, RefusedError
 from strataflux.proto import layout, messages
@@ -25,8 +26,8 @@ from strataflux.proto.messages import KvGeometry
 __all__ = ["PUT_RESULTS", "KvPuts", "Settled"]
 
 _ANSWER_SECONDS: Final = 10.0
-_NAP_SECONDS: Final = 0.0005
-"""No word of the daemon can be slept on for a put; only a prefill waits here, for a disk's write."""
+_NAP_SECONDS: Final = 0.05
+"""A wait looks at least this often whether anybody still takes puts."""
 
 PUT_RESULTS: Final = {
     layout.PUT_ACCEPTED: "accepted",
@@ -140,9 +141,8 @@ class KvPuts:
     def put_waiting(self, block: int, payload: NDArray[np.uint8], deadline: float) -> bool:
         """As :meth:`put`, but wait for a free staging block until ``deadline`` (of ``time.monotonic``)."""
         while not self.put(block, payload):
-            if time.monotonic() >= deadline or not self._taking(self._attachment()):
+            if not self._await_more(deadline):
                 return False
-            time.sleep(_NAP_SECONDS)
         return True
 
     def settled(self) -> list[Settled]:
@@ -156,18 +156,38 @@ class KvPuts:
         """Wait until no put is under way; False at the deadline, or if nobody takes puts any more."""
         while True:
             with self._lock:
-                attachment = self._attachment()
-                self._reap(attachment)
+                self._reap(self._attachment())
                 if not self._under_way:
                     return True
-            if time.monotonic() >= deadline or not self._taking(attachment):
+            if not self._await_more(deadline):
                 return False
-            time.sleep(_NAP_SECONDS)
 
     def count_dropped(self, blocks: int = 1) -> None:
         """Count blocks that stay unrefined because nobody took them."""
         with self._lock:
             self._attachment().block[attach_block.PUTS_DROPPED] += np.uint64(blocks)
+
+    def _await_more(self, deadline: float) -> bool:
+        """Sleep until the daemon has settled more puts than were seen, for a nap at most; False at the deadline, or if
+        nobody takes puts.
+        """
+        left = deadline - time.monotonic()
+        with self._lock:
+            attachment = self._attachment()
+            if left <= 0 or not self._taking(attachment):
+                return False
+            block, done = attachment.block, self._done
+            # One tick: the daemon wakes us, and keeps no slot for us.
+            attach_block.announce_wait(block, 1)
+            settled, address = attach_block.puts_done(block) != done, attach_block.puts_done_address(block)
+        if not settled:
+            # The map may go meanwhile: then the address is not ours, and the call returns, or sleeps for its nap.
+            with contextlib.suppress(OSError):
+                futex.wait(address, done & 0xFFFFFFFF, int(min(left, _NAP_SECONDS) * 1e9))
+        with self._lock:
+            if self._attachment() is attachment and self._taking(attachment):
+                attach_block.end_wait(block)
+        return True
 
     # --- called with _lock held --------------------------------------------------------------------------------------
 

@@ -28,9 +28,11 @@ from strataflux.daemon.state import (
     WRITES_A_PLACE,
     Core,
 )
+from strataflux.daemon.system import futex_wake
 from strataflux.proto import layout, ring
 from strataflux.proto.atomics import (
     copy_bytes,
+    fence,
     load_u8,
     load_u32,
     store_release_u32,
@@ -55,6 +57,7 @@ __all__ = [
 
 _PUT_TAIL = layout.offset_of(layout.SESSION_PAGE, "put_tail")
 _PUTS_DONE = layout.offset_of(layout.SESSION_VIEW, "puts_done")
+_AWAITING = layout.offset_of(layout.SESSION_PAGE, "awaiting")
 _PUT_RESULTS = layout.offset_of(layout.SESSION_VIEW, "put_results")
 _RING_LOG2 = (2 * layout.STAGING_BLOCKS).bit_length() - 1
 _CHUNK_BYTES = 256 * 1024
@@ -184,6 +187,10 @@ def _answer(c: Core, place: int, staging: int, result: int) -> None:
     kv.head += 1
     # SYNC: puts-done (publish). Release: the result and the last read of staging lie before the count.
     store_release_u64(view + _PUTS_DONE, kv.head)
+    # SYNC: awaiting (read). Full fence: a client that went to sleep on the old count is seen waiting here.
+    fence()
+    if load_u32(c.sessions[kv.session].page + _AWAITING) != 0:
+        futex_wake(view + _PUTS_DONE)
 
 
 @borrowing

@@ -27,14 +27,12 @@ from strataflux.proto.ring import Ring
 from strataflux.proto.runtime import ATTACH_SOCKET
 from strataflux.proto.segment import Segment, create
 from strataflux.proto.store_format import StoreManifest
-from tests.fakes.kv import FakeKv
+from tests.fakes.kv import FakeKv, wake_sleepers
 from tests.fakes.session import FakeSession, Request, bump_and_look, load_word, publish_word, record_bytes, store_word
 
 T = TypeVar("T")
 
-_SYS_FUTEX = {"x86_64": 202, "aarch64": 98}[os.uname().machine]
 _POLL_SECONDS = 0.001
-_libc = ctypes.CDLL(None)
 
 
 class FakeDaemon:
@@ -379,7 +377,7 @@ class FakeDaemon:
         for session in self.sessions:
             fills = session.view_at("fills")
             if bump_and_look(fills, session.page_at("awaiting")):
-                _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(fills), 1, 1 << 30, None, None, 0)
+                wake_sleepers(fills)
         return slot
 
     def _write_header(self, segment: Segment, page: np.dtype[np.void], magic: int, number: int) -> None:

@@ -1,25 +1,36 @@
 """The fake daemon's KV side of one session: block ids, puts, and the records that came of them."""
 
 import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from strataflux.proto import layout, messages, ring
-from strataflux.proto.atomics import store_release_u64, store_u32
+from strataflux.proto.atomics import fence, load_u32, store_release_u64, store_u32
 from strataflux.proto.compiled import compiled
 from strataflux.proto.messages import KvGeometry
 from strataflux.proto.segment import Segment, create
 
+_SYS_FUTEX = {"x86_64": 202, "aarch64": 98}[os.uname().machine]
+_libc = ctypes.CDLL(None)
 _LOG2 = (2 * layout.STAGING_BLOCKS).bit_length() - 1
 
 
+def wake_sleepers(address: int) -> None:
+    """FUTEX_WAKE for all who sleep on the u32 at ``address``."""
+    _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(address), 1, 1 << 30, None, None, 0)
+
+
 @compiled
-def settle_put(results: int, staging: int, result: int, done: int, head: int) -> None:
+def settle_put(results: int, staging: int, result: int, done: int, head: int, awaiting: int) -> bool:
+    """Answer a put; True if the session sleeps."""
     store_u32(np.uint64(results + 4 * staging), np.uint32(result))
     # SYNC: puts-done (publish). The result is visible before the count.
     store_release_u64(np.uint64(done), np.uint64(head))
+    fence()
+    return bool(load_u32(np.uint64(awaiting)) != np.uint32(0))
 
 
 @dataclass
@@ -99,5 +110,7 @@ class FakeKv:
         self.head += 1
         results = view.address + layout.offset_of(layout.SESSION_VIEW, "put_results")
         done = view.address + layout.offset_of(layout.SESSION_VIEW, "puts_done")
-        settle_put(results, staging, result, done, self.head)
+        awaiting = page.address + layout.offset_of(layout.SESSION_PAGE, "awaiting")
+        if settle_put(results, staging, result, done, self.head, awaiting):
+            wake_sleepers(done)
         return True

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from strataflux.cache_policy.miss import Wait
+from strataflux.client import kv_puts
 from strataflux.client.errors import DaemonUnavailableError, MisuseError, RefusedError
 from strataflux.client.keeper import Event
 from strataflux.client.kv_puts import KvPuts, Settled
@@ -23,6 +24,7 @@ from tests.fakes.daemon import FakeDaemon
 
 GEOMETRY = KvGeometry("kv_group", 128, 4, 64, 96, 6)
 FOREVER = float("inf")
+WATCHDOG_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -121,6 +123,29 @@ def test_waiting_for_staging_ends_when_some_is_free(daemon: FakeDaemon, session:
     daemon.take_puts()
     assert kv.put_waiting(ids[4], payload(0), FOREVER)
     assert kv.wait_settled(FOREVER)
+
+
+@pytest.mark.parametrize("settling", [False, True], ids=["for staging", "until settled"])
+def test_a_wait_is_woken(daemon: FakeDaemon, session: Session, settling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_puts, "_NAP_SECONDS", 1e6)
+    kv = side(session)
+    daemon.hold_puts = True
+    ids = kv.reserve(5)
+    assert all(kv.put(block, payload(block)) for block in ids[:4])
+    ended = list[bool]()
+
+    def wait() -> None:
+        ended.append(kv.wait_settled(FOREVER) if settling else kv.put_waiting(ids[4], payload(4), FOREVER))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    while not daemon.word(0, "awaiting"):
+        assert waiting.is_alive()
+    daemon.take_puts()
+    waiting.join(WATCHDOG_SECONDS)
+    assert ended == [True]
+    assert daemon.word(0, "awaiting") == 0
+    daemon.take_puts()
 
 
 @pytest.mark.parametrize("result", [layout.PUT_REFUSED_QUOTA, layout.PUT_REFUSED_SPACE])

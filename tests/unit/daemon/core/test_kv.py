@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from strataflux.client import futex
 from strataflux.daemon import kv as kv_module
 from strataflux.daemon.engines.board import Board, open_board
 from strataflux.daemon.errors import Refusal
@@ -193,6 +194,17 @@ def test_refused_puts_say_why(reader: ReaderThread, kv: Kv) -> None:
     assert kv.put(2, 99, data) == layout.PUT_REFUSED_INVALID
     assert kv.place.row["refused"] == 3
     assert kv.place.row["puts"] == 1
+
+
+def test_whoever_waits_for_a_put_is_woken(reader: ReaderThread, kv: Kv) -> None:
+    reader.grant_blocks(kv.index, 1)
+    page: Any = kv.page.view(layout.SESSION_PAGE)[0]
+    page["awaiting"] = 1
+    sleeping = threading.Thread(target=futex.wait, args=(kv._seen("puts_done"), 0, 10**15), daemon=True)
+    sleeping.start()
+    assert kv.put(0, 0, block_bytes(6)) == layout.PUT_ACCEPTED
+    sleeping.join(WATCHDOG_SECONDS)
+    assert not sleeping.is_alive()
 
 
 def test_requests_for_blocks_that_were_not_put_are_rubbish(kv: Kv) -> None:
