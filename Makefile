@@ -14,7 +14,7 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 PROTOC := $(PYTHON) -m grpc_tools.protoc -I.importroot
 PROTO_FILE := .importroot/strataflux/proto/control.proto
 
-.PHONY: help setup demo test check bench soak soak-full proto clean
+.PHONY: help setup demo test check bench soak soak-full faults proto clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 13
@@ -53,6 +53,9 @@ soak: setup  ## Kill -9 200 daemons and 1,000 clients, half an hour at most; exi
 
 soak-full: setup  ## The same with 1,000 daemons
 	$(PYTHON) bench/soak.py --daemons 1000 --clients 1000 --out bench/results/soak-full.json
+
+faults: setup  ## Give the reader a million faults; exit code 1 if one was served or not counted
+	$(PYTHON) bench/faults.py --faults 1000000 --out bench/results/faults.json
 
 proto: setup  ## Generate the gRPC code beside proto/control.proto
 	$(PROTOC) --python_out=.importroot --pyi_out=.importroot --grpc_python_out=.importroot $(PROTO_FILE)

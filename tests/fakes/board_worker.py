@@ -21,6 +21,7 @@ from strataflux.daemon.engines.layout import JOB
 RIGHT: Final = "right"
 FLIPPED: Final = "flipped"
 SHORT: Final = "short"
+TORN: Final = "torn"
 ERRORS: Final = {
     "eio": errno.EIO,
     "einval": errno.EINVAL,
@@ -44,8 +45,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Fault:
-    """What becomes of a read: ``kind`` is RIGHT, FLIPPED, SHORT or a key of ERRORS; ``at`` the file offset of the bit
-    that is flipped, or how many bytes a short read gives.
+    """What becomes of a job: ``kind`` is RIGHT, FLIPPED, SHORT, TORN or a key of ERRORS; ``at`` the file offset of the
+    bit that is flipped, or how many bytes a short one moves, or after how many bytes a write that claims to be whole
+    is torn.
     """
 
     kind: str = RIGHT
@@ -143,9 +145,10 @@ class BoardWorker:
         if fault.kind in ERRORS:
             return -ERRORS[fault.kind]
         if job.write:
-            length = fault.at if fault.kind == SHORT else job.length
+            length = fault.at if fault.kind in (SHORT, TORN) else job.length
             with open(f"/proc/self/fd/{job.descriptor}", "r+b") as file:  # buffered, so that any address will do
-                return os.pwrite(file.fileno(), ctypes.string_at(job.address, length), job.offset)
+                written = os.pwrite(file.fileno(), ctypes.string_at(job.address, length), job.offset)
+            return job.length if fault.kind == TORN else written
         data = bytearray(self._file_bytes(job))
         if fault.kind == SHORT:
             del data[fault.at :]

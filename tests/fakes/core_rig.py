@@ -15,9 +15,11 @@ from strataflux.daemon import grace, integrity, reader
 from strataflux.daemon.engines.board import Board, open_board
 from strataflux.daemon.engines.uring import UringEngine
 from strataflux.daemon.interface import SessionRequest
+from strataflux.daemon.kv import KvSettings
 from strataflux.daemon.store import open_served
 from strataflux.daemon.tier import Tier
 from strataflux.proto import layout
+from strataflux.proto.messages import KvGeometry
 from strataflux.proto.store_format import SectionSpec
 from strataflux.proto.store_writer import StoreWriter
 from tests.fakes.board_worker import BoardWorker
@@ -38,23 +40,25 @@ def make_store(folder: Path, shapes: Sequence[tuple[int, int]], name: str = "cor
     return folder
 
 
-def request(stores: Sequence[int] = (0,), ring_log2: int = 10) -> SessionRequest:
+def request(stores: Sequence[int] = (0,), ring_log2: int = 10, kv: KvGeometry | None = None) -> SessionRequest:
     """An attachment of this process."""
-    return SessionRequest(os.geteuid(), os.getegid(), os.getpid(), tuple(stores), ring_log2, None)
+    return SessionRequest(os.geteuid(), os.getegid(), os.getpid(), tuple(stores), ring_log2, kv)
 
 
 class Client:
     """What a client does in a step, through its real compiled path, on the tier's own maps."""
 
-    def __init__(self, tier: Tier, stores: Sequence[int] = (0,), ring_log2: int = 10) -> None:
+    def __init__(
+        self, tier: Tier, stores: Sequence[int] = (0,), ring_log2: int = 10, kv: KvGeometry | None = None
+    ) -> None:
         self.tier = tier
-        opened = tier.open_session(request(stores, ring_log2))
+        opened = tier.open_session(request(stores, ring_log2, kv))
         for descriptor in opened.descriptors:
             os.close(descriptor)
         self.index = opened.index
         self.row = tier.rows[opened.index]
         pages = (tier.daemon_page.address, self.row.view.address, self.row.page.address)
-        geometry = layout.session_geometry(ring_log2, opened.stamps_count, 0)
+        geometry = layout.session_geometry(ring_log2, opened.stamps_count, opened.staging_block_bytes)
         self.block = attach_block.make_block(pages, ring_log2, geometry)
         for number, store in enumerate(stores):
             records = tier.stores[store].manifest.record_count
@@ -64,6 +68,11 @@ class Client:
             for s in tier.segments
             if s.domain in self.row.domains
         ]
+        if kv is not None and self.row.place is not None and self.row.place.directory is not None:
+            place, records = self.row.place, kv.groups_per_block * kv.max_blocks
+            attach_block.set_table(self.block, len(stores), self.row.place.directory.address, records, kv=True)
+            first = zip(place.first_slots(), place.memory, strict=True)
+            segments += [Mapped(slot, memory.address, memory.size) for slot, memory in first]
         attach_block.set_bases(self.block, segments)
 
     @property
@@ -155,12 +164,13 @@ class Rig:
         direct_io: str = "off",
         grace_seconds: float = 2.0,
         preload: bool = False,
+        kv: KvSettings | None = None,
     ) -> None:
         self.folders = list(folders)
         stores = [open_served(folder, direct_io=direct_io, preload=preload) for folder in folders]
-        self.tier = Tier(stores, pages * PAGE, depth, grace_seconds)
+        self.tier = Tier(stores, pages * PAGE, depth, grace_seconds, kv)
         self.core = self.tier.core
-        self.engine: Board | UringEngine = open_board(depth, self.tier.doorbell)
+        self.engine: Board | UringEngine = open_board(len(self.core.windows), self.tier.doorbell)
 
     @property
     def rd(self) -> Any:
