@@ -63,8 +63,8 @@ def fill(
 
 
 def put(
-    blocks: Annotated[int, typer.Option(min=8, help="Blocks of 4 MiB a round.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each; medians count.")] = 3,
+    blocks: Annotated[int, typer.Option(min=8, help="Blocks of 4 MiB a slice.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Pairs of slices, ours and fio's; medians count.")] = 11,
     folder: Annotated[Path | None, typer.Option(help="Where the files lie; else the user's cache folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object to stdout.")] = False,
 ) -> None:
@@ -76,9 +76,13 @@ def put(
     setup = PutSetup(blocks=blocks, rounds=rounds)
     root = folder or default_folder()
     root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root) as own, progress("putting blocks"):
-        result = bench_put(Path(own), setup)
-    fio = f"{result.ratio_to_fio:.2f} of fio's rate" if result.ratio_to_fio else "fio is not installed"
+    with tempfile.TemporaryDirectory(dir=root) as own, progress("putting blocks", rounds) as advance:
+        result = bench_put(Path(own), setup, advance)
+    fio = "fio is not installed"
+    if result.ratio_to_fio:
+        quartiles = f"{result.ratio_lower_quartile:.2f} to {result.ratio_upper_quartile:.2f}"
+        delayed = f"the daemon without a CPU {result.daemon_delayed_share:.0%} of the time"
+        fio = f"{result.ratio_to_fio:.2f} of fio's rate (quartiles {quartiles}; {delayed})"
     output.print(
         f"{result.bytes_per_second / 1e6:,.0f} MB/s; {fio}; a step of 2,048 look-ups: "
         f"{result.step_microseconds_quiet:.0f} us, with puts under way {result.step_microseconds_with_puts:.0f} us"
