@@ -1,118 +1,125 @@
 """Tune a prepared model on this machine: what measures a decode step, what judges a candidate, and where it is kept.
 
-Steps are measured end to end through a daemon whose cache holds the whole store, so that each selection is looked up,
-stamped and added as in decoding, and none is missing.
+Steps are measured end to end through a daemon, in turn with steps of the base on the same tokens, so that what else
+disturbs a machine disturbs both alike; the median over neighbouring pairs is what counts. With a cache that holds the
+whole store each selection is looked up, stamped and added, which is the most a step that skips misses can cost.
 """
 
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
+from strataflux.cache_policy.miss import MissPolicy, Skip
 from strataflux.client.evaluate.compare import join_scores
-from strataflux.client.evaluate.dense import DenseModel, dense_reference, dense_score
+from strataflux.client.evaluate.dense import DenseModel, dense_score
+from strataflux.client.evaluate.scoring import Reference
+from strataflux.client.prepare.candidates import Candidate, Judge, Timing
 from strataflux.client.prepare.prepared import MANIFEST, PreparedModel
 from strataflux.client.prepare.refinement import read_refinement
-from strataflux.client.prepare.tune import Candidate, Tuned
+from strataflux.client.refined import RefinedModel
 from strataflux.client.runtime.decoder import Decoder
-from strataflux.client.runtime.models import SETS, DecoderWeights
+from strataflux.client.runtime.models import DecoderWeights, ModelConfig
 from strataflux.client.runtime.threads import decoding_threads
-from strataflux.client.session import Session
-from strataflux.client.weights import WeightRefiner, step_demand
-from strataflux.proto.messages import StoreRef
+from strataflux.kernels.topk import selected_count
 
-__all__ = ["DecodeTimer", "keep", "make_judge"]
-
-_ROUNDS = 3
+__all__ = ["DecodeTimer", "keep", "make_judge", "selection_of"]
 
 
 class DecodeTimer:
-    """Seconds of a decode step of one model; a :data:`strataflux.client.prepare.tune.Timer` for channels and s = 0.
+    """Steps of one model with a candidate and without: a :data:`strataflux.client.prepare.candidates.Timer`.
 
-    Each call decodes the same text four times; the first fills the cache and compiles, of the others the least median
-    step counts: what disturbs a machine makes steps longer, never shorter.
+    Each call attaches, decodes the text once to fill the cache, and then in ``rounds`` more passes takes each step
+    twice, with and without refinement, now one first and now the other.
     """
 
     def __init__(
-        self, prepared: PreparedModel, weights: DecoderWeights, tokens: Sequence[int], runtime_dir: Path
+        self,
+        prepared: PreparedModel,
+        weights: DecoderWeights,
+        tokens: Sequence[int],
+        runtime_dir: Path,
+        *,
+        miss: MissPolicy = Skip(),  # noqa: B008 (immutable)
+        rounds: int = 1,
     ) -> None:
         """Nothing is measured yet; the daemon of ``runtime_dir`` serves the store of ``prepared``."""
-        self._prepared, self._weights, self._tokens, self._runtime_dir = prepared, weights, tokens, runtime_dir
+        # fixed after construction
+        self._prepared, self._weights, self._tokens = prepared, weights, tokens
+        self._runtime_dir, self._miss, self._rounds = runtime_dir, miss, rounds
 
-    def __call__(self, candidate: Candidate | None) -> float:
-        """Median seconds of a step; None is without refinement."""
-        with decoding_threads(), self._steps(candidate) as step:
-            step()
-            return min(statistics.median(step()) for _ in range(_ROUNDS))
-
-    @contextmanager
-    def _steps(self, candidate: Candidate | None) -> Iterator[Callable[[], list[float]]]:
-        if candidate is None:
-            decoder = Decoder(self._weights, len(self._tokens))
-            yield lambda: [_timed(decoder, token) for token in _from_start(decoder, self._tokens)]
-            return
-        budgets, manifest = candidate.budgets(), self._prepared.manifest
-        session = Session.attach(
-            [StoreRef(manifest.digest, manifest.identity)],
-            selections_per_step=max(1, step_demand(self._prepared, budgets).selections),
+    def __call__(self, candidate: Candidate) -> Timing:
+        """Medians over ``rounds · len(tokens)`` pairs of steps."""
+        base = Decoder(self._weights, len(self._tokens))
+        attached = RefinedModel.attach(
+            self._prepared,
+            self._weights,
+            context=len(self._tokens),
             runtime_dir=self._runtime_dir,
+            k=candidate.budgets(),
+            shift=candidate.shifts(),
+            scheme=candidate.mlp,
+            miss=self._miss,
         )
-        with session:
-            refiner = WeightRefiner(session, 0, self._prepared, budgets)
-            refined = Decoder(self._weights, len(self._tokens), refiner)
+        with decoding_threads(), attached as model:
+            for token in self._tokens:
+                model.step(token)
+            pairs = [pair for _ in range(self._rounds) for pair in self._pairs(base, model)]
+        plain, refined = zip(*pairs, strict=True)
+        ratios = [b / a for a, b in pairs]
+        return Timing(statistics.median(refined), statistics.median(plain), statistics.median(ratios) - 1)
 
-            def round_of_steps() -> list[float]:
-                seconds = []
-                for token in _from_start(refined, self._tokens):
-                    started = time.perf_counter()
-                    with session.step() as step:
-                        refined.step(token)
-                    step.end()
-                    seconds.append(time.perf_counter() - started)
-                return seconds
-
-            yield round_of_steps
-
-
-def _from_start(decoder: Decoder, tokens: Sequence[int]) -> Sequence[int]:
-    decoder.reset()
-    return tokens
+    def _pairs(self, base: Decoder, model: RefinedModel) -> list[tuple[float, float]]:
+        base.reset()
+        model.reset()
+        pairs = []
+        for at, token in enumerate(self._tokens):
+            if at % 2:
+                refined = _timed(model.step, token)
+                pairs.append((_timed(base.step, token), refined))
+            else:
+                pairs.append((_timed(base.step, token), _timed(model.step, token)))
+        return pairs
 
 
-def _timed(decoder: Decoder, token: int) -> float:
+def _timed(step: Callable[[int], Tensor], token: int) -> float:
     started = time.perf_counter()
-    decoder.step(token)
+    step(token)
     return time.perf_counter() - started
 
 
-def make_judge(
-    prepared: PreparedModel, reference: DecoderWeights, low: DecoderWeights, windows: Sequence[Sequence[int]]
-) -> Callable[[Candidate], float]:
-    """A :data:`strataflux.client.prepare.tune.Judge`: mean KL over ``windows`` as if nothing missed."""
-    expected = [dense_reference(reference, window) for window in windows]
+def selection_of(config: ModelConfig) -> Callable[[Candidate], object]:
+    """What tells candidates of a model apart: how many of each set they select, shifts, and the MLP's scheme.
+
+    A set with fewer inputs than 1,024 selects equally many for neighbouring budgets.
+    """
+
+    def selection(candidate: Candidate) -> object:
+        counts = (selected_count(k, config.set_shape(name)[1]) for name, k in candidate.budgets().items())
+        return *counts, candidate.shift, candidate.mlp
+
+    return selection
+
+
+def make_judge(prepared: PreparedModel, low: DecoderWeights, expected: Sequence[Reference]) -> Judge:
+    """Mean divergence from what the unquantized model ``expected`` on held-out windows, as if nothing missed."""
     values = list(read_refinement(prepared))
 
     def judge(candidate: Candidate) -> float:
-        shift = dict(zip(SETS, candidate.shift, strict=True))
-        model = DenseModel(low, values, candidate.budgets(), shift=shift)
+        model = DenseModel(low, values, candidate.budgets(), shift=candidate.shifts())
         return join_scores([dense_score(model, one) for one in expected]).kl
 
     return judge
 
 
-def keep(prepared: PreparedModel, tuned: Tuned) -> None:
-    """Write the chosen budgets and shifts into ``prepared.json``; identity and store stay as they are."""
-    chosen = tuned.chosen
-    manifest = replace(
-        prepared.manifest,
-        k=chosen.budgets(),
-        shift=dict(zip(SETS, chosen.shift, strict=True)),
-        mlp_scheme=chosen.mlp,
-    )
+def keep(prepared: PreparedModel, chosen: Candidate) -> None:
+    """Write budgets, shifts and scheme into ``prepared.json``; identity and store stay as they are."""
+    manifest = replace(prepared.manifest, k=chosen.budgets(), shift=chosen.shifts(), mlp_scheme=chosen.mlp)
     path = prepared.folder / MANIFEST
     partial = path.with_suffix(".partial")
     with partial.open("w") as file:

@@ -1,71 +1,52 @@
 """Spend a slowdown budget on refinement (Section 3.5, Appendix B.7).
 
-For every combination of shifts and MLP scheme the largest common budget k is found whose decode step, measured end to
-end, takes at most ``1 + slowdown`` times the base's; bundles get kn = round(3k/4), which fetches as many bytes. Of
-these the one with the lowest divergence on held-out text is kept. Its budgets are then raised one set at a time, in
-steps of 16, 8 … 1, as long as the measured step stays within the limit.
+For every combination of shifts and MLP scheme the largest common budget k is found with which a decode step, measured
+end to end, is at most ``slowdown`` slower than the base's; bundles get kn = round(3k/4), which fetches as many bytes.
+Of these the one with the lowest divergence on held-out text is kept, and if wanted each set's shift is then varied by
+itself while that lowers it. Its budgets are raised one set after the other, in steps of 8, 4, 2 and 1, as long as the
+measured step stays within the limit. What came out so is measured anew, longer: of many short measurements the best
+owes something to luck, and if the limit does not hold the last raises are taken back. Where refining diverges more than
+not refining, nothing is refined.
 
-What measures and what judges are the caller's, so equal answers give an equal result, and everything asked is listed.
-A larger common k is taken to be slower; noise that says otherwise costs optimality, never the limit: only budgets that
-were measured to fit are given out.
+What measures, what judges and what says that time is up are the caller's, so equal answers give an equal result, and
+everything asked is listed. A larger common k is taken to be slower; noise that says otherwise costs optimality, never
+the limit: only budgets that were measured to fit are given out.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
 
 from strataflux.client.errors import MisuseError
+from strataflux.client.prepare.candidates import Candidate, Judge, Timer, Timing, Trial, common
+from strataflux.client.prepare.tune_search import Search
 from strataflux.client.runtime.models import SETS
+from strataflux.client.schemes import Scheme
 from strataflux.kernels.topk import CHUNK
 
-__all__ = [
-    "Candidate",
-    "Judge",
-    "Scheme",
-    "Timer",
-    "Trial",
-    "Tuned",
-    "common",
-    "explain",
-    "shift_combinations",
-    "tune",
-]
-
-Scheme = Literal["channels", "bundles"]
-
-_STEPS = (16, 8, 4, 2, 1)
+__all__ = ["Space", "Tuned", "explain", "shift_combinations", "tune"]
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A way to refine."""
+class Space:
+    """What is searched.
 
-    k: tuple[int, ...]
-    """Budget of each set of ``SETS``; with bundles that of ``gate_up`` is 0 and that of ``down`` counts neurons."""
-    shift: tuple[float, ...] = (0.0,) * len(SETS)
-    """Blocks of fetch lead or lag of each set."""
-    mlp: Scheme = "channels"
+    Raises:
+        MisuseError: on construction, if ``largest`` is outside 1…1,024.
+    """
 
-    def budgets(self) -> dict[str, int]:
-        """Budgets by set."""
-        return dict(zip(SETS, self.k, strict=True))
+    shifts: Sequence[tuple[float, ...]] = ((0.0,) * len(SETS),)
+    """Combinations of shifts, a number of blocks for each set; on platforms that skip misses only zeros."""
+    schemes: Sequence[Scheme] = ("channels",)
+    """Of the MLP."""
+    varied: Sequence[float] = ()
+    """Shifts that each set by itself is then given, as long as that lowers the divergence."""
+    largest: int = 128
+    """Budgets beyond this are not tried."""
 
-
-Timer = Callable[[Candidate | None], float]
-"""Seconds of a decode step; None is the base alone."""
-Judge = Callable[[Candidate], float]
-"""Divergence from the unquantized model on held-out text."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One candidate that was measured."""
-
-    candidate: Candidate
-    seconds: float
-    fits: bool
-    kl: float | None = None
+    def __post_init__(self) -> None:
+        if not 1 <= self.largest <= CHUNK:
+            raise MisuseError("largest budget", f"{self.largest}", f"1 to {CHUNK}", "128 is usual")
 
 
 @dataclass(frozen=True)
@@ -73,17 +54,18 @@ class Tuned:
     """What came of tuning."""
 
     chosen: Candidate
-    base_seconds: float
-    limit_seconds: float
-    seconds: float
-    """Of the chosen candidate."""
+    timing: Timing
+    """Of the chosen candidate, as last measured."""
+    slowdown: float
+    """The limit."""
+    kl: float
+    """Divergence of the chosen candidate."""
+    base_kl: float
+    """Divergence without refinement."""
     trials: Sequence[Trial]
-    """All that were measured, in order."""
-
-
-def common(k: int, shift: tuple[float, ...], mlp: Scheme) -> Candidate:
-    """The candidate with one budget ``k`` for all sets, or for bundles as many bytes in the MLP."""
-    return Candidate((k, k, 0, round(3 * k / 4)) if mlp == "bundles" else (k,) * len(SETS), shift, mlp)
+    """All that were measured, in order; those measured longer at the end once more."""
+    complete: bool
+    """Whether all of the space was searched; if not, time was up."""
 
 
 def shift_combinations(shifts: Sequence[float]) -> Iterator[tuple[float, ...]]:
@@ -95,115 +77,121 @@ def tune(
     timer: Timer,
     judge: Judge,
     slowdown: float,
-    shifts: Sequence[tuple[float, ...]],
-    schemes: Sequence[Scheme] = ("channels",),
-    largest: int = 128,
+    space: Space,
+    *,
+    confirm: Timer | None = None,
+    expired: Callable[[], bool] = lambda: False,
+    alike: Callable[[Candidate], object] = lambda candidate: candidate,
 ) -> Tuned:
-    """Find the best candidate whose step takes at most ``1 + slowdown`` times the base's.
+    """Find the best candidate whose step is at most ``slowdown`` slower than the base's.
 
     Args:
         timer: measures.
         judge: compares the combinations.
         slowdown: such as 0.05.
-        shifts: those to try, one tuple a combination; on platforms that skip misses only zeros.
-        schemes: of the MLP.
-        largest: budgets beyond this are not tried.
+        space: what is searched.
+        confirm: measures the outcome again; None takes it as it is.
+        expired: says whether time is up: what was found so far is the outcome then. One combination is always tried.
+        alike: equal for candidates that select equally many of everything, so that one measurement tells of all.
 
     Raises:
-        MisuseError: the slowdown is negative, or ``largest`` is outside 1…1,024.
+        MisuseError: the slowdown is negative or no number.
     """
-    if not slowdown >= 0:
+    if not 0 <= slowdown < float("inf"):
         raise MisuseError("--slowdown", f"{slowdown:.1%}", "0 % or more", "5% is usual")
-    if not 1 <= largest <= CHUNK:
-        raise MisuseError("largest budget", f"{largest}", f"1 to {CHUNK}", "128 is usual")
-    search = _Search(timer, slowdown, largest)
-    retained = [search.largest_common(shift, mlp) for shift in shifts for mlp in schemes]
-    judged = [(judge(candidate), candidate) for candidate in retained]
-    # Of equals the first: combinations come in the caller's order of preference.
-    best = min(judged, key=lambda pair: pair[0])[1]
-    for kl, candidate in judged:
-        search.note(candidate, kl)
-    chosen = search.raised(best)
-    return Tuned(chosen, search.base, search.limit, search.seconds(chosen), search.listed())
+    choice = _Choice(Search(timer, slowdown, space.largest, expired, alike), judge)
+    for mlp, shift in itertools.product(space.schemes, space.shifts):
+        choice.consider(shift, mlp)
+    while choice.vary(space.varied):
+        pass
+    return choice.finish(confirm)
 
 
 @dataclass
-class _Search:
-    timer: Timer
-    slowdown: float
-    largest: int
-    base: float = field(init=False)
-    limit: float = field(init=False)
-    trials: dict[Candidate, Trial] = field(default_factory=dict)
+class _Choice:
+    """The best combination so far."""
 
-    def __post_init__(self) -> None:
-        self.base = self.timer(None)
-        self.limit = self.base * (1 + self.slowdown)
+    search: Search
+    judge: Judge
+    seen: dict[tuple[tuple[float, ...], Scheme], float] = field(default_factory=dict)
+    best: Candidate | None = None
+    lowest: float = float("inf")
+    complete: bool = True
 
-    def fits(self, candidate: Candidate) -> bool:
-        if candidate not in self.trials:
-            # Selecting nothing is the base by definition, whatever noise says.
-            seconds = self.timer(candidate) if any(candidate.k) else self.base
-            self.trials[candidate] = Trial(candidate, seconds, seconds <= self.limit)
-        return self.trials[candidate].fits
+    def consider(self, shift: tuple[float, ...], mlp: Scheme) -> bool:
+        """Whether this combination is better than all before; of equals the first stays."""
+        if (shift, mlp) in self.seen:
+            return False
+        if self.best is not None and self.search.expired():
+            self.complete = False
+            return False
+        candidate = self.search.largest_common(shift, mlp)
+        kl = self.seen[shift, mlp] = self._judged(candidate)
+        if self.best is not None and kl >= self.lowest:
+            return False
+        self.best, self.lowest = candidate, kl
+        return True
 
-    def largest_common(self, shift: tuple[float, ...], mlp: Scheme) -> Candidate:
-        low, high = 0, self.largest + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.fits(common(middle, shift, mlp)):
-                low = middle
-            else:
-                high = middle
-        found = common(low, shift, mlp)
-        self.fits(found)
-        return found
+    def vary(self, shifts: Sequence[float]) -> bool:
+        """Give each set each of ``shifts`` in turn; whether anything got better."""
+        better = False
+        for position, blocks in itertools.product(range(len(SETS)), shifts):
+            assert self.best is not None, "a space has at least one combination"
+            if self.best.mlp == "bundles" and SETS[position] == "gate_up":
+                continue
+            varied = list(self.best.shift)
+            varied[position] = blocks
+            better |= self.consider(tuple(varied), self.best.mlp)
+        return better
 
-    def raised(self, candidate: Candidate) -> Candidate:
-        for step in _STEPS:
-            for position, name in enumerate(SETS):
-                if candidate.mlp == "bundles" and name == "gate_up":
-                    continue
-                while (more := _with(candidate, position, step)).k[position] <= self.largest and self.fits(more):
-                    candidate = more
-        return candidate
+    def finish(self, confirm: Timer | None) -> Tuned:
+        """Raise the best one's budgets, measure again, and sum up."""
+        assert self.best is not None, "a space has at least one combination"
+        search = self.search
+        chosen, complete = search.raised(self.best)
+        timing = search.timing(chosen)
+        if confirm is not None:
+            chosen, timing = search.confirmed(chosen, confirm)
+        nothing = common(0, chosen.shift, chosen.mlp)
+        base_kl, kl = self._judged(nothing), self._judged(chosen)
+        if kl >= base_kl:
+            chosen, timing, kl = nothing, search.timing(nothing), base_kl
+        return Tuned(chosen, timing, search.slowdown, kl, base_kl, search.listed(), self.complete and complete)
 
-    def note(self, candidate: Candidate, kl: float) -> None:
-        self.trials[candidate] = replace(self.trials[candidate], kl=kl)
-
-    def seconds(self, candidate: Candidate) -> float:
-        return self.trials[candidate].seconds
-
-    def listed(self) -> list[Trial]:
-        return list(self.trials.values())
-
-
-def _with(candidate: Candidate, position: int, step: int) -> Candidate:
-    budgets = list(candidate.k)
-    budgets[position] += step
-    return replace(candidate, k=tuple(budgets))
+    def _judged(self, candidate: Candidate) -> float:
+        known = self.search.kl(candidate)
+        if known is None:
+            known = self.judge(candidate)
+            self.search.note(candidate, known)
+        return known
 
 
 def explain(tuned: Tuned) -> Mapping[str, object]:
     """``tuned`` as a JSON object."""
-    chosen = tuned.chosen
     return {
-        "k": chosen.budgets(),
-        "shift": dict(zip(SETS, chosen.shift, strict=True)),
-        "mlp_scheme": chosen.mlp,
-        "base_seconds": tuned.base_seconds,
-        "limit_seconds": tuned.limit_seconds,
-        "seconds": tuned.seconds,
-        "slowdown": tuned.seconds / tuned.base_seconds - 1,
+        **_told(tuned.chosen),
+        "limit": tuned.slowdown,
+        "base_seconds": tuned.timing.base_seconds,
+        "seconds": tuned.timing.seconds,
+        "slowdown": tuned.timing.slowdown,
+        "kl": tuned.kl,
+        "base_kl": tuned.base_kl,
+        "complete": tuned.complete,
         "candidates": [
             {
-                "k": trial.candidate.budgets(),
-                "shift": dict(zip(SETS, trial.candidate.shift, strict=True)),
-                "mlp_scheme": trial.candidate.mlp,
-                "seconds": trial.seconds,
+                **_told(trial.candidate),
+                "seconds": trial.timing.seconds,
+                "base_seconds": trial.timing.base_seconds,
+                "slowdown": trial.timing.slowdown,
                 "fits": trial.fits,
+                "confirming": trial.confirming,
                 "kl": trial.kl,
             }
             for trial in tuned.trials
         ],
     }
+
+
+def _told(candidate: Candidate) -> dict[str, object]:
+    shift = dict(zip(SETS, candidate.shift, strict=True))
+    return {"k": candidate.budgets(), "shift": shift, "mlp_scheme": candidate.mlp}

@@ -6,11 +6,13 @@ from typing import Any, Self
 
 import pytest
 
-from strataflux.client import launch, tuning
+from strataflux.client import tune_run, tuning
+from strataflux.client.prepare.candidates import Candidate, Timing
 from strataflux.client.prepare.prepared import PreparedModel, open_prepared
-from strataflux.client.prepare.tune import Candidate
 from strataflux.client.prepare.verify import verify_prepared
 from strataflux.client.runtime.models import SETS, DecoderWeights
+from strataflux.client.tune_run import TuneSettings, search_space
+from strataflux.client.tuning import selection_of
 from strataflux.client.weights import WeightRefiner
 from strataflux.proto.store_format import open_store
 from tests.fakes.daemon import FakeDaemon
@@ -18,13 +20,15 @@ from tests.unit.client.cli.conftest import Run
 
 
 class Machine:
-    """A step takes 1 ms, and 1 us more for each channel of budget."""
+    """A step takes 1 ms, and 1 us more for each channel of budget, a tenth of that for sets that are shifted."""
 
-    def __init__(self, *_arguments: object) -> None:
+    def __init__(self, *_arguments: object, **_names: object) -> None:
         pass
 
-    def __call__(self, candidate: Candidate | None) -> float:
-        return 1e-3 + (sum(candidate.k) if candidate else 0) * 1e-6
+    def __call__(self, candidate: Candidate) -> Timing:
+        pairs = zip(candidate.k, candidate.shift, strict=True)
+        slowdown = sum(k * (0.1 if blocks else 1.0) for k, blocks in pairs) / 1000
+        return Timing(1e-3 * (1 + slowdown), 1e-3, slowdown)
 
 
 class NoDaemon:
@@ -51,8 +55,8 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "PrivateDaemon", NoDaemon)
-    monkeypatch.setattr(tuning, "DecodeTimer", Machine)
+    monkeypatch.setattr(tune_run, "PrivateDaemon", NoDaemon)
+    monkeypatch.setattr(tune_run, "DecodeTimer", Machine)
 
 
 def test_budgets_are_found_listed_and_kept(
@@ -62,14 +66,33 @@ def test_budgets_are_found_listed_and_kept(
     said = run("tune", tiny_prepared.folder, *options, "--json")
     assert said.code == 0, said.err
     found = said.json()
-    assert sum(found["k"].values()) == 100
-    assert found["slowdown"] == pytest.approx(0.1)
+    assert 95 <= sum(found["k"].values()) <= 100
+    assert found["slowdown"] == pytest.approx(sum(found["k"].values()) / 1000)
+    assert found["kl"] < found["base_kl"]
+    assert found["shift"] == dict.fromkeys(SETS, 0.0)
     assert {tuple(one) for one in (trial["k"] for trial in found["candidates"])} == {SETS}
+    assert {tuple(trial["shift"].values()) for trial in found["candidates"]} == {(0.0,) * 4}
     assert [trial["kl"] for trial in found["candidates"] if trial["kl"] is not None]
+    assert found["candidates"][-1]["confirming"]
+    assert found["complete"]
     kept = open_prepared(tiny_prepared.folder)
     assert dict(kept.manifest.k) == found["k"]
     assert kept.manifest.digest == tiny_prepared.manifest.digest
     verify_prepared(kept)
+
+
+@pytest.mark.parametrize("options", [("--platform", "dedicated"), ("--miss", "wait:20")])
+def test_shifts_are_searched_where_something_waits(
+    options: tuple[str, ...], tiny_prepared: PreparedModel, tiny_gguf: Path, text: Path, no_machine: None, run: Run
+) -> None:
+    said = run("tune", tiny_prepared.folder, "--reference", tiny_gguf, "--text", text, "--json", *options)
+    assert said.code == 0, said.err
+    found = said.json()
+    tried = {tuple(trial["shift"].values()) for trial in found["candidates"]}
+    assert {(blocks,) * 4 for blocks in (0.0, 0.5, 1.0, 1.5, 2.0)} < tried
+    kept = open_prepared(tiny_prepared.folder).manifest
+    assert dict(kept.shift) == found["shift"]
+    assert any(kept.shift.values())
 
 
 def test_a_person_reads_a_table(
@@ -78,23 +101,72 @@ def test_a_person_reads_a_table(
     said = run("tune", tiny_prepared.folder, "--reference", tiny_gguf, "--text", text, "--tokens", 8)
     assert "chosen" in said.out
     assert "too slow" in said.out
+    assert "% slower and KL 0." in said.out
+
+
+def test_time_that_is_up_is_told(
+    tiny_prepared: PreparedModel, tiny_gguf: Path, text: Path, no_machine: None, run: Run
+) -> None:
+    said = run("tune", tiny_prepared.folder, "--reference", tiny_gguf, "--text", text, "--minutes", 0)
+    assert said.code == 0
+    assert "--minutes" in said.out
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         (("--slowdown", "5"), "--slowdown"),
-        (("--platform", "dedicated"), "--platform"),
+        (("--slowdown", "-5%"), "--slowdown"),
+        (("--platform", "cloud"), "'cloud'"),
+        (("--miss", "hurry"), "--miss"),
+        (("--weight-cache", "120%"), "--weight-cache"),
         ((), "no unquantized model"),
     ],
 )
 def test_refusals(options: tuple[str, ...], named: str, tiny_prepared: PreparedModel, run: Run) -> None:
+    before = (tiny_prepared.folder / "prepared.json").read_bytes()
     said = run("tune", tiny_prepared.folder, *options)
     assert said.code == 2
     assert named in said.err
+    assert (tiny_prepared.folder / "prepared.json").read_bytes() == before
 
 
-def test_steps_are_measured_through_a_session(
+def test_a_text_that_is_too_short_is_told_with_both_numbers(
+    tiny_prepared: PreparedModel, tiny_gguf: Path, tmp_path: Path, run: Run
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("he was")
+    said = run("tune", tiny_prepared.folder, "--reference", tiny_gguf, "--text", short)
+    assert said.code == 2
+    assert "258" in said.err
+
+
+def test_no_daemon_no_change(
+    tiny_prepared: PreparedModel, tiny_gguf: Path, text: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    # A file where the daemon would make its folder: it cannot start, and says so.
+    monkeypatch.setattr("strataflux.client.launch.sys.executable", "/bin/false")
+    before = (tiny_prepared.folder / "prepared.json").read_bytes()
+    said = run("tune", tiny_prepared.folder, "--reference", tiny_gguf, "--text", text)
+    assert said.code == 2
+    assert "stratafluxd" in said.err
+    assert (tiny_prepared.folder / "prepared.json").read_bytes() == before
+
+
+def test_budgets_that_select_alike_are_one_candidate(tiny_prepared: PreparedModel) -> None:
+    selection = selection_of(tiny_prepared.config)
+    # 64 inputs are a sixteenth of a chunk: 16 and 23 channels per 1,024 select one.
+    one, same, more = (Candidate((k, 16, 16, 16)) for k in (16, 23, 32))
+    assert selection(one) == selection(same) != selection(more)
+    assert selection(one) != selection(Candidate(one.k, (0.5, 0.0, 0.0, 0.0)))
+
+
+def test_skipping_searches_no_shifts(tiny_prepared: PreparedModel) -> None:
+    assert search_space(tiny_prepared, TuneSettings(0.05)).shifts == ((0.0,) * 4,)
+    assert len(search_space(tiny_prepared, TuneSettings(0.05, dedicated=True)).shifts) == 5
+
+
+def test_steps_are_measured_in_pairs_through_a_session(
     tmp_path_factory: pytest.TempPathFactory, tiny_prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(10**6))
@@ -110,9 +182,7 @@ def test_steps_are_measured_through_a_session(
     monkeypatch.setattr(WeightRefiner, "refine", spy)
     stores = [open_store(tiny_prepared.store)]
     with FakeDaemon(tmp_path_factory.mktemp("t"), stores, ring_log2=14) as fake:
-        timer = tuning.DecodeTimer(tiny_prepared, weights, [1, 2, 3], fake.path.parent)
-        assert timer(None) == 1.0
-        assert not looked
-        assert timer(Candidate((8, 8, 0, 8))) == 1.0
-    # Four rounds of three steps through two layers of four sets.
-    assert len(looked) == 4 * 3 * 2 * 4
+        timer = tuning.DecodeTimer(tiny_prepared, weights, [1, 2, 3], fake.path.parent, rounds=2)
+        assert timer(Candidate((8, 8, 0, 8), (1.0, 0.0, 0.5, 2.0))) == Timing(1.0, 1.0, 0.0)
+    # A pass that fills the cache and two that count, of three steps through two layers of four sets.
+    assert len(looked) == 3 * 3 * 2 * 4
