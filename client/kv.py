@@ -90,6 +90,7 @@ class RefinedKVCache:
 
         Raises:
             MisuseError: the pool has fewer free blocks.
+            RefusedError: the daemon has no room for the records of so many. DaemonUnavailableError: nobody answers.
         """
         config = blocks.config
         kv_attention_cpu.compile_all()  # inside a step it would hold slots for seconds
@@ -108,7 +109,7 @@ class RefinedKVCache:
         """Called after each block that a prefill handed over."""
         # changed by steps and fills
         self.length = 0
-        self._places = torch.tensor(blocks.take(blocks_for(context)), dtype=torch.int64)
+        self._places = torch.tensor(blocks.take(blocks_for(context), refined=True), dtype=torch.int64)
         self._encoded = 0
         self._sink, self._tail = _Exact.empty(config), _Exact.empty(config)
         self._pending: tuple[int, NDArray[np.uint8]] | None = None
@@ -293,8 +294,9 @@ class RefinedKVCache:
         return other
 
     def close(self) -> None:
-        """Give all blocks back. Idempotent."""
+        """Give all blocks back, and the disk of those that no fork holds. Outside of steps. Idempotent."""
         self._blocks.drop(self._places.tolist())
+        self._blocks.give_back()
         self._places = self._places[:0]
         self.length = self.context = self._encoded = 0
 

@@ -7,15 +7,15 @@ no sequences. States of a place, and what moves it:
     FREE      nobody holds it                        → HELD by take
     HELD      by one sequence or more; written once  → FREE by drop of the last one
 
-and of its id:
+and of its id, which stands for reserved disk space, so that a place gets one only when it is taken:
 
-    NONE      no id: nobody answered, or its attachment ended        → CLEAN by an id of the daemon
-    CLEAN     granted, nothing put                                   → PUT by put
-    PUT       under way                                              → REFINED, or SPENT where it was refused
-    REFINED   its records can be looked up                           → SPENT by drop
-    SPENT     to be given back before the place is taken again       → NONE
+    NONE      no id: not taken yet, nobody answered, or its attachment ended  → CLEAN by an id of the daemon
+    CLEAN     granted, nothing put                                            → PUT by put
+    PUT       under way                                                       → REFINED, or SPENT where it was refused
+    REFINED   its records can be looked up                                    → SPENT by drop
+    SPENT     to be given back before the place is taken again                → NONE
 
-Pairs: :meth:`take` / :meth:`drop`, :meth:`share` / :meth:`drop`.
+Pairs: :meth:`take` / :meth:`drop`, :meth:`share` / :meth:`drop`; :meth:`give_back` after the last of these.
 """
 
 import contextlib
@@ -77,8 +77,6 @@ class KvBlocks:
 
         Raises:
             ValueError: the model's heads are not of the format's size.
-            RefusedError: the daemon has no room for the records of so many blocks.
-            DaemonUnavailableError: nobody answers.
         """
         if config.head_dim != form.head_dim:
             raise ValueError(f"heads of {config.head_dim} channels in a format for {form.head_dim}")
@@ -104,8 +102,6 @@ class KvBlocks:
         """Blocks that nobody took in time."""
         self.bases = np.full(capacity, -1, np.int64)
         """Object id of each place's first record; -1 where there are no records to look up."""
-        if self._target is not None:
-            self._grant(np.arange(capacity))
 
     @property
     def block_bytes(self) -> int:
@@ -127,17 +123,24 @@ class KvBlocks:
         """Places that nobody holds."""
         return int((self._references == 0).sum())
 
-    def take(self, count: int) -> list[int]:
-        """Places for ``count`` blocks, each held once. Ids that nobody could grant leave their blocks unrefined.
+    def take(self, count: int, *, refined: bool = False) -> list[int]:
+        """Places for ``count`` blocks, each held once. Ids that nobody grants leave their blocks unrefined, unless they
+        must be ``refined``.
 
         Raises:
             MisuseError: fewer are free; nothing has changed.
+            RefusedError: the daemon has no room for the records of so many. DaemonUnavailableError: nobody answers.
         """
         places = np.flatnonzero(self._references == 0)[:count]
         if len(places) < count:
             found, expected = f"{count} blocks of 128 tokens", f"at most {len(places)} of {self.capacity}"
             raise MisuseError("KV sequence", found, expected, "close another sequence, or raise --context")
-        self._recycle(places)
+        try:
+            self._recycle(places)
+        except StrataFluxError as error:
+            if refined:
+                raise
+            _LOG.warning("%d KV blocks without ids, their tokens stay unrefined: %s", count, error)
         self._references[places] = 1
         return [int(place) for place in places]
 
@@ -146,7 +149,9 @@ class KvBlocks:
         self._references[list(places)] += 1
 
     def drop(self, places: Sequence[int]) -> None:
-        """Hold ``places`` once less. What nobody holds is free, and its records are not looked up again."""
+        """Hold ``places`` once less. What nobody holds is free, and its records are not looked up again; its id goes
+        back when it is taken again, or by :meth:`give_back`.
+        """
         held = list(places)
         self._references[held] -= 1
         for place in held:
@@ -215,6 +220,15 @@ class KvBlocks:
             reason = PUT_RESULTS.get(settled.result, f"refused: code {settled.result}")
             _LOG.warning("KV block %d stays unrefined: %s (told once)", settled.block, reason)
 
+    def give_back(self) -> None:
+        """Give back the ids, and with them the disk, of all places that nobody holds. Outside of steps, because the
+        daemon waits for those.
+        """
+        try:
+            self._give_back(np.flatnonzero(self._references == 0), (_SPENT, _CLEAN))
+        except StrataFluxError as error:  # they go back with the attachment
+            _LOG.info("ids of KV blocks are kept: %s", error)
+
     def _renew(self) -> None:
         """After another attachment took over: what was put is gone; ask for ids for what is not written yet."""
         if self._target is None or self._target.epoch == self._epoch:
@@ -222,26 +236,27 @@ class KvBlocks:
         self._epoch = self._target.epoch
         self._ids[:] = -1
         self.bases[:] = -1
-        clean = np.flatnonzero((self._states == _CLEAN) | (self._references == 0))
+        clean = np.flatnonzero((self._states == _CLEAN) & (self._references > 0))
         self._states[:] = _NONE
         with contextlib.suppress(StrataFluxError):
             self._grant(clean)
 
     def _recycle(self, places: NDArray[np.int64]) -> None:
-        """Make ids of ``places`` clean. Whoever does not answer leaves them without one."""
+        """Make ids of ``places`` clean."""
+        self._give_back(places, (_SPENT,))
+        self._grant(places[self._states[places] == _NONE])
+
+    def _give_back(self, places: NDArray[np.int64], states: tuple[int, ...]) -> None:
+        """Give back the ids of ``places``, which nobody holds, that are in one of ``states``."""
         if self._target is None:
             return
         self.settle()
         if (self._states[places] == _PUT).any():  # dropped while under way
             self._target.wait_settled(time.monotonic() + _SETTLE_SECONDS)
             self.settle()
-        spent = places[self._states[places] == _SPENT]
-        try:
-            self._target.release([int(i) for i in self._ids[spent]])
-            self._ids[spent], self._states[spent] = -1, _NONE
-            self._grant(places[self._states[places] == _NONE])
-        except StrataFluxError as error:
-            _LOG.warning("%d KV blocks without ids, their tokens stay unrefined: %s", len(places), error)
+        done = places[np.isin(self._states[places], states)]
+        self._target.release([int(i) for i in self._ids[done]])
+        self._ids[done], self._states[done] = -1, _NONE
 
     def _grant(self, places: NDArray[np.int64]) -> None:
         if self._target is not None and len(places):

@@ -210,6 +210,7 @@ def test_a_fork_shares_what_is_encoded_and_diverges_right(setup: Setup) -> None:
     # Nothing was put again; the fork took places for the blocks it may still fill.
     assert (stored, len(setup.records.blocks)) == (1, 1)
     assert setup.blocks.free == free - (blocks_for(520) - 1)
+    assert len(setup.records.granted) == 2 * blocks_for(520) - 1
     left, right = some_tokens(100, 1), some_tokens(100, 2)
     mine = steps(decoder, left)
     theirs = steps(setup.decoder(fork), right)
@@ -219,8 +220,9 @@ def test_a_fork_shares_what_is_encoded_and_diverges_right(setup: Setup) -> None:
         torch.testing.assert_close(found, steps(alone, suffix), rtol=1e-4, atol=1e-4)
     cache.close()
     torch.testing.assert_close(setup.decoder(fork).step(9), steps(make_alone(setup, tokens), [*right, 9])[-1])
+    assert len(setup.records.granted) == blocks_for(520)
     fork.close()
-    assert setup.blocks.free == 8
+    assert (setup.blocks.free, len(setup.records.granted)) == (8, 0)
 
 
 def make_alone(setup: Setup, tokens: Sequence[int]) -> Decoder:
@@ -251,7 +253,7 @@ def test_a_released_place_gets_another_id(setup: Setup) -> None:
     assert set(setup.records.released) == before
     decoder.prefill(some_tokens(520))
     assert len(setup.records.blocks) == 3
-    assert len(setup.records.granted) == 8
+    assert len(setup.records.granted) == blocks_for(CONTEXT)
 
 
 def test_a_sequence_goes_on_over_another_attachment(setup: Setup) -> None:
@@ -299,8 +301,8 @@ def test_limits_are_named(setup: Setup, tiny_source: Any) -> None:
         decoder.prefill([1])
     with pytest.raises(MisuseError, match="9 blocks"):
         setup.cache(context=1300)
-    with pytest.raises(RefusedError, match="at most 8"):
-        make(tiny_source, capacity=9, quota=8)
+    with pytest.raises(RefusedError, match="at most 2"):
+        make(tiny_source, quota=2).cache()
     with pytest.raises(ValueError, match="heads of 16"):
         KvBlocks(setup.weights.config, KvFormat(2, 2, 32), 1)
 
