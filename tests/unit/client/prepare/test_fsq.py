@@ -1,0 +1,181 @@
+"""Conversion to discrete codes on a synthetic layer with known results, sizes, and training of what was inserted."""
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from strataflux.client.errors import InputError
+from strataflux.client.evaluate.dense import dense_reference, score_logits
+from strataflux.client.evaluate.fsq import FsqTiers, fsq_logits, recall_of_tiers
+from strataflux.client.prepare.fsq import (
+    Conversion,
+    FsqSettings,
+    code_bytes,
+    convert,
+    convert_layer,
+    full_bytes,
+    uniform_width,
+)
+from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, random_sequences
+from strataflux.client.runtime.forward import forward_text
+from strataflux.client.runtime.models import DecoderWeights, LayerWeights, ModelConfig
+from strataflux.kernels.fsq import FsqLayer
+
+HIDDEN, KEYS = 576, 192
+CPU = torch.device("cpu")
+
+
+class Synthetic:
+    """A layer like SmolLM2-135M's: a decaying spectrum, topics, a few large offsets, keys four times louder."""
+
+    def __init__(self) -> None:
+        self.random = torch.Generator().manual_seed(1)
+        scales = torch.arange(1, HIDDEN + 1).float().pow(-0.45)
+        basis, topics, mean = self.turn(HIDDEN), self.draw(48, HIDDEN) * scales * 0.9, self.draw(HIDDEN) * 0.05
+        mean[torch.randperm(HIDDEN, generator=self.random)[:4]] += 1.5
+        norm = 1 + 0.3 * self.draw(HIDDEN)
+        qkv = torch.cat((self.matrix(HIDDEN, 0.3, 0.2), self.matrix(KEYS, 0.45, 0.3), self.matrix(KEYS, 0.25, 0.08)))
+        self.layer = LayerWeights(norm, norm, {"qkv": qkv, "o": self.matrix(HIDDEN, 0.2, 0.1)})
+        topic = torch.randint(0, 48, (13_000,), generator=self.random)
+        loud = torch.exp(0.35 * self.draw(13_000, 1))
+        self.hidden = (((self.draw(13_000, HIDDEN) * scales + topics[topic]) * loud) @ basis.T + mean)[None]
+        self.config = ModelConfig(99, HIDDEN, 64, 1, 9, 3, 64, 64, 10000.0, 1e-6, True)
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.random)
+
+    def turn(self, size: int) -> Tensor:
+        return torch.linalg.qr(self.draw(size, size))[0]
+
+    def matrix(self, rows: int, decay: float, scale: float) -> Tensor:
+        sizes = torch.arange(1, rows + 1).float().pow(-decay)
+        return self.turn(rows) @ torch.diag(sizes / sizes.norm() * rows**0.5) @ self.turn(HIDDEN)[:rows] * scale
+
+    def converted(self, **settings: Any) -> Conversion:
+        return convert_layer(self.config, self.layer, self.hidden, self.hidden, FsqSettings(**settings))
+
+
+@pytest.fixture(scope="module")
+def synthetic() -> Synthetic:
+    return Synthetic()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "levels", "bound", "key_error", "value_error"),
+    [
+        (96, 4, "clamp", 0.348, 0.352),
+        (96, 16, "tanh", 0.230, 0.223),
+        (96, 16, "clamp", 0.211, 0.203),
+        (96, 256, "clamp", 0.295, 0.352),
+        (192, 16, "clamp", 0.110, 0.112),
+        (384, 256, "clamp", 0.011, 0.012),
+    ],
+)
+def test_errors_of_a_synthetic_layer_are_those_of_another_implementation(
+    synthetic: Synthetic, nbytes: int, levels: int, bound: str, key_error: float, value_error: float
+) -> None:
+    found = synthetic.converted(nbytes=nbytes, levels=levels, bound=bound, metric="balanced")
+    assert found.rank == 2 * KEYS
+    assert found.layer.grid.nbytes == nbytes
+    # The layers are drawn anew: errors below a hundredth differ by more than a tenth between draws.
+    assert found.key_error <= max(1.1 * key_error, key_error + 0.003)
+    assert found.value_error <= max(1.1 * value_error, value_error + 0.003)
+
+
+def test_bits_by_direction_beat_equal_bits_of_the_same_bytes(synthetic: Synthetic) -> None:
+    equal = synthetic.converted(nbytes=96, levels=16, bound="clamp", metric="balanced")
+    mixed = synthetic.converted(nbytes=96, levels=0, bound="clamp", metric="balanced")
+    assert mixed.layer.grid.nbytes <= 96
+    assert mixed.key_error < 0.85 * equal.key_error
+    assert mixed.value_error < 0.85 * equal.value_error
+
+
+def test_errors_are_those_of_the_text(synthetic: Synthetic) -> None:
+    found = synthetic.converted(nbytes=96, levels=16, bound="clamp")
+    x = rms_norm(synthetic.hidden[0, 4:], (HIDDEN,), synthetic.layer.attention_norm, 1e-6)
+    exact = x @ synthetic.layer.projections["qkv"][HIDDEN:].T
+    errors = (exact - found.layer.decode(found.layer.encode(x)))[:, :KEYS].norm()
+    assert float(errors / (exact - exact.mean(0))[:, :KEYS].norm()) == pytest.approx(found.key_error, rel=1e-3)
+
+
+def test_bytes_are_floored_before_coordinates_are_counted() -> None:
+    eight_heads = ModelConfig(99, 1024, 64, 1, 16, 8, 128, 64, 10000.0, 1e-6, True)
+    assert full_bytes(eight_heads) == 4096
+    assert [code_bytes(eight_heads, ratio) for ratio in (8, 12, 97.5, 409.6)] == [512, 341, 42, 10]
+    assert [uniform_width(nbytes, 16) for nbytes in (512, 341, 42, 10)] == [1024, 682, 84, 20]
+    assert uniform_width(682, 256) == 682
+
+
+TOKENS = torch.randint(0, 258, (24, 60), generator=torch.Generator().manual_seed(0))
+
+
+def layers_of(made: list[Conversion]) -> list[FsqLayer]:
+    return [one.layer for one in made]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("sequential", [True, False])
+def test_a_fine_code_changes_next_to_nothing(tiny_source: Any, architecture: str, sequential: bool) -> None:
+    source = tiny_source.with_config(architecture=architecture)
+    settings = FsqSettings(64, 256, "clamp", sequential=sequential)
+    codes = layers_of(convert(source, TOKENS, settings, CPU))
+    weights, tokens = DecoderWeights.read(source), TOKENS[0].tolist()
+    reference = dense_reference(weights, tokens)
+    assert score_logits(forward_text(weights, tokens[:-1]), reference).kl < 1e-6
+    assert score_logits(fsq_logits(weights, codes, tokens[:-1]), reference).kl < 2e-3
+
+
+def test_tiers_lie_between_their_parts_and_meet_the_whole_when_all_is_refined(tiny_source: Any) -> None:
+    from fractions import Fraction
+
+    fine = layers_of(convert(tiny_source, TOKENS, FsqSettings(24, 16, "clamp"), CPU))
+    coarse = [layer.first(6, layer.decoder_bias) for layer in fine]
+    weights, tokens = DecoderWeights.read(tiny_source), TOKENS[0].tolist()
+    reference = dense_reference(weights, tokens)
+
+    def kl(codes: list[FsqLayer] | list[FsqTiers]) -> float:
+        return score_logits(fsq_logits(weights, codes, tokens[:-1]), reference).kl
+
+    def tiers(fraction: Fraction) -> list[FsqTiers]:
+        return [FsqTiers(c, f, fraction, 1) for c, f in zip(coarse, fine, strict=True)]
+
+    assert kl(tiers(Fraction(1))) == pytest.approx(kl(fine), rel=1e-3)
+    assert kl(fine) < kl(tiers(Fraction(1, 4))) < kl(coarse)
+    assert all(0 < share <= 1 for share in recall_of_tiers(weights, tiers(Fraction(1, 4)), tokens[:-1] * 6))
+
+
+def test_training_helps_and_goes_on_after_an_interruption(tiny_source: Any, tmp_path: Path) -> None:
+    weights = DecoderWeights.read(tiny_source)
+    codes = layers_of(convert(tiny_source, TOKENS, FsqSettings(4, 16, "tanh"), CPU))
+    settings = TuneSettings(steps=12, rate=3e-3)
+    text = TOKENS.flatten()
+    losses: list[float] = []
+    whole = FsqTuning(weights, codes, settings)
+    whole.run(random_sequences(text, 4, 32, seed=0), lambda _, loss: losses.append(loss))
+    assert losses[-1] < losses[0]
+
+    state = tmp_path / "state"
+    FsqTuning(weights, codes, settings, state).run(islice(random_sequences(text, 4, 32, seed=0), 5))
+    second = FsqTuning(weights, codes, settings, state)
+    assert second.step == 5
+    second.run(random_sequences(text, 4, 32, seed=0, first=5))
+    assert second.step == 12
+    for one, other in zip(whole.result(), second.result(), strict=True):
+        assert torch.allclose(one.encoder, other.encoder, atol=1e-6)
+        assert torch.allclose(one.decoder, other.decoder, atol=1e-6)
+
+
+def test_too_little_text_names_what_is_needed(tiny_source: Any) -> None:
+    with pytest.raises(InputError, match=r"60 tokens.*640"):
+        convert(tiny_source, TOKENS[:1], FsqSettings(16, 16), CPU)
+
+
+def test_settings_that_hold_nothing_are_refused() -> None:
+    with pytest.raises(InputError, match="0 bytes"):
+        replace(FsqSettings(1), nbytes=0)
