@@ -29,6 +29,7 @@ COMMANDS: tuple[str, ...] = (
     "tune",
     "eval",
     "generate",
+    "serve",
     "bench",
     "simulate",
     "install_service",

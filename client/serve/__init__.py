@@ -1,0 +1,1 @@
+"""An HTTP server with an OpenAI-style API for one prepared model (extra ``serve``)."""
