@@ -1,16 +1,23 @@
-"""Requests: from the sessions' rings into a queue ordered by score. The reader thread only.
+"""Requests: from the sessions' rings into a queue, fair between sessions and ordered by score within one. The reader
+thread only.
 
 Every entry a client wrote is bounded before it is used. A request that is not dropped is either answered already
 (resident, filling, queued, quarantined: counted as such) or queued; one record is queued or filling at most once, which
-its table's ``pending`` word remembers. Queue entries lie in 16 buckets by score, first come first served within one;
-when the queue is full the request with the lowest score is dropped. Pairs: ``_push`` / ``pop`` or ``_drop_lowest``.
+its table's ``pending`` word remembers.
+
+The queue has a *lane* for each session, and one for requests that belong to nobody any more. Lanes with requests take
+turns, one request a turn, so a session gets its share of the reads however many requests others have waiting. Within a
+lane requests lie in 16 buckets by score, the most wanted first and first come first served within one. A full queue
+drops from the longest lane the request with the lowest score. Pairs: ``_push`` / ``pop`` or ``_drop_lowest``.
 """
 
 from strataflux.cache_policy.base import wide
 from strataflux.daemon.cache import pending_of, set_pending, was_resident
 from strataflux.daemon.puts import is_gone
 from strataflux.daemon.state import (
+    LANES,
     MAX_QUEUED,
+    NOBODY,
     NONE,
     PENDING_NONE,
     PENDING_QUEUED,
@@ -103,10 +110,16 @@ def push_again(c: Core, entry: int, retries: int) -> None:
 
 
 @borrowing
+def _lane_of(session: int) -> int:
+    return NOBODY if session == NONE else session
+
+
+@borrowing
 def _push(c: Core, session: int, table: int, oid: int, score: int, asked_us: int, retries: int) -> None:
     bucket = score * SCORE_BUCKETS // 256
     rd = c.rd[0]
-    if rd.queued == MAX_QUEUED and not _drop_lowest(c, bucket):
+    lane = _lane_of(session)
+    if rd.queued == MAX_QUEUED and not _make_room(c, lane, bucket):
         rd.dropped_queue += 1
         if session != NONE:
             c.sessions[session].dropped_queue += 1
@@ -119,29 +132,53 @@ def _push(c: Core, session: int, table: int, oid: int, score: int, asked_us: int
     node.session = session
     node.score = score
     node.retries = retries
-    node.next = NONE
-    if c.buckets[bucket, 0] == NONE:
-        c.buckets[bucket, 0] = place
-    else:
-        c.queue[c.buckets[bucket, 1]].next = place
-    c.buckets[bucket, 1] = place
-    rd.queued += 1
+    _append(c, lane, bucket, place)
     set_pending(c, table, oid, PENDING_QUEUED)
 
 
 @borrowing
+def _append(c: Core, lane: int, bucket: int, place: int) -> None:
+    c.queue[place].next = NONE
+    if c.buckets[lane, bucket, 0] == NONE:
+        c.buckets[lane, bucket, 0] = place
+    else:
+        c.queue[c.buckets[lane, bucket, 1]].next = place
+    c.buckets[lane, bucket, 1] = place
+    c.lanes[lane] += 1
+    c.rd[0].queued += 1
+
+
+@borrowing
 def pop(c: Core) -> int:
-    """Take the first request of the highest bucket out of the queue; ``NONE`` if it is empty.
+    """Take the most wanted request of the lane whose turn it is out of the queue; ``NONE`` if it is empty.
 
     The entry stays readable until :func:`release`; the record's ``pending`` word still says queued.
     """
-    for bucket in range(SCORE_BUCKETS - 1, -1, -1):
-        place = c.buckets[bucket, 0]
-        if place != NONE:
-            c.buckets[bucket, 0] = wide(c.queue[place].next)
-            c.rd[0].queued -= 1
-            return wide(place)
+    sessions = c.stamp_owner[layout.MAX_SESSIONS]
+    for turn in range(1, sessions + 2):
+        place = (c.rd[0].lane_place + turn) % (sessions + 1)
+        lane = c.stamp_owner[place] if place < sessions else NOBODY
+        if c.lanes[lane]:
+            c.rd[0].lane_place = place
+            return _pop_best(c, lane)
     return NONE
+
+
+@borrowing
+def _pop_best(c: Core, lane: int) -> int:
+    bucket = SCORE_BUCKETS - 1
+    while c.buckets[lane, bucket, 0] == NONE:
+        bucket -= 1
+    return _pop_first(c, lane, bucket)
+
+
+@borrowing
+def _pop_first(c: Core, lane: int, bucket: int) -> int:
+    place = c.buckets[lane, bucket, 0]
+    c.buckets[lane, bucket, 0] = wide(c.queue[place].next)
+    c.lanes[lane] -= 1
+    c.rd[0].queued -= 1
+    return wide(place)
 
 
 @borrowing
@@ -155,11 +192,13 @@ def release(c: Core, place: int) -> None:
 def put_back(c: Core, place: int) -> None:
     """Undo :func:`pop`: the request goes back to the front of its bucket."""
     bucket = wide(c.queue[place].score) * SCORE_BUCKETS // 256
-    head = c.buckets[bucket, 0]
+    lane = _lane_of(wide(c.queue[place].session))
+    head = c.buckets[lane, bucket, 0]
     c.queue[place].next = head
-    c.buckets[bucket, 0] = place
+    c.buckets[lane, bucket, 0] = place
     if head == NONE:
-        c.buckets[bucket, 1] = place
+        c.buckets[lane, bucket, 1] = place
+    c.lanes[lane] += 1
     c.rd[0].queued += 1
 
 
@@ -174,37 +213,41 @@ def drop(c: Core, place: int) -> None:
 @borrowing
 def drop_table(c: Core, table: int) -> None:
     """A table goes away: forget the queued requests for it."""
-    for bucket in range(SCORE_BUCKETS):
-        before = NONE
-        place = c.buckets[bucket, 0]
-        while place != NONE:
-            after = wide(c.queue[place].next)
-            if c.queue[place].key >> _KEY_SHIFT == table:
-                if before == NONE:
-                    c.buckets[bucket, 0] = after
-                else:
-                    c.queue[before].next = after
-                if after == NONE:
-                    c.buckets[bucket, 1] = before
+    for lane in range(LANES):
+        for bucket in range(SCORE_BUCKETS):
+            place = c.buckets[lane, bucket, 0]
+            c.buckets[lane, bucket, 0] = NONE
+            while place != NONE:
+                after = wide(c.queue[place].next)
+                c.lanes[lane] -= 1
                 c.rd[0].queued -= 1
-                drop(c, place)
-            else:
-                before = place
-            place = after
+                if c.queue[place].key >> _KEY_SHIFT == table:
+                    drop(c, place)
+                else:
+                    _append(c, lane, bucket, place)
+                place = after
 
 
 @borrowing
-def _drop_lowest(c: Core, below: int) -> bool:
-    """Make room by dropping the oldest request of the lowest bucket, if that is below ``below``."""
+def _make_room(c: Core, lane: int, bucket: int) -> bool:
+    """Drop the oldest request of the lowest bucket of the longest lane. If that is ``lane`` itself, only one that is
+    wanted less than ``bucket``; False if there is none.
+    """
+    longest = lane
+    for other in range(LANES):
+        if c.lanes[other] > c.lanes[longest]:
+            longest = other
+    return _drop_lowest(c, longest, bucket if longest == lane else SCORE_BUCKETS)
+
+
+@borrowing
+def _drop_lowest(c: Core, lane: int, below: int) -> bool:
     for bucket in range(below):
-        place = c.buckets[bucket, 0]
-        if place != NONE:
-            c.buckets[bucket, 0] = wide(c.queue[place].next)
-            c.rd[0].queued -= 1
+        if c.buckets[lane, bucket, 0] != NONE:
+            place = _pop_first(c, lane, bucket)
             c.rd[0].dropped_queue += 1
-            session = wide(c.queue[place].session)
-            if session != NONE:
-                c.sessions[session].dropped_queue += 1
+            if lane != NOBODY:
+                c.sessions[lane].dropped_queue += 1
             drop(c, place)
             return True
     return False
@@ -213,12 +256,10 @@ def _drop_lowest(c: Core, below: int) -> bool:
 @borrowing
 def forget_session(c: Core, index: int) -> None:
     """A session is gone: its requests stay (somebody may want the records) but belong to nobody."""
-    for bucket in range(SCORE_BUCKETS):
-        place = c.buckets[bucket, 0]
-        while place != NONE:
-            if c.queue[place].session == index:
-                c.queue[place].session = NONE
-            place = wide(c.queue[place].next)
+    while c.lanes[index]:
+        place = _pop_best(c, index)
+        c.queue[place].session = NONE
+        _append(c, NOBODY, wide(c.queue[place].score) * SCORE_BUCKETS // 256, place)
     for window in range(c.rd[0].depth):
         entry = c.windows[window].chain if c.windows[window].state else NONE
         while entry != NONE:

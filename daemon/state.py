@@ -37,8 +37,10 @@ __all__ = [
     "FILL_BUCKETS_US",
     "FREE",
     "KV",
+    "LANES",
     "MAX_BATCHES",
     "MAX_QUEUED",
+    "NOBODY",
     "NONE",
     "PENDING_NONE",
     "PENDING_QUEUED",
@@ -135,7 +137,6 @@ SESSION = np.dtype(
         ("ring_log2", "i8"),
         ("head", "i8"),
         ("tables", "i8"),
-        ("queued", "i8"),
         ("inside", "i8"),  # in a step when last looked at
         ("begun", "i8"),  # last step_begun seen
         ("steps", "i8"),
@@ -207,6 +208,9 @@ assert QUEUED.itemsize == 24
 BATCH = np.dtype([("holders", "u8"), ("chain", "i8"), ("count", "i8"), ("closed_us", "i8")])
 
 SCORE_BUCKETS = 16
+NOBODY = layout.MAX_SESSIONS
+"""Lane of requests without a session: it is gone, or there never was one."""
+LANES = layout.MAX_SESSIONS + 1
 MAX_BATCHES = 1024
 MAX_QUEUED = 16_384
 FILL_BUCKETS_US = (50, 100, 200, 400, 800, 1_600, 3_200, 6_400, 12_800, 25_600, 51_200, 102_400)
@@ -238,6 +242,7 @@ READER = np.dtype(
         ("free_window", "i8"),
         ("queued", "i8"),
         ("free_queued", "i8"),
+        ("lane_place", "i8"),  # whose turn it was: a place of stamp_owner, or the place after the last for NOBODY
         ("batch_first", "i8"),  # position of the oldest grace batch; MAX_BATCHES a lap
         ("batch_last", "i8"),  # position after the newest
         ("open_chain", "i8"),  # slots retired since the last fence
@@ -293,7 +298,8 @@ class Core(NamedTuple):
     stepped: NDArray[np.uint32]  # [MAX_SESSIONS] clock of the last step seen, parallel to stamps
     stamp_owner: NDArray[np.int64]  # [MAX_SESSIONS + 1] session of each stamps entry; last cell = how many
     queue: NDArray[np.void]  # [MAX_QUEUED] of QUEUED
-    buckets: NDArray[np.int64]  # [SCORE_BUCKETS, 2] first and last queue entry of each score bucket
+    lanes: NDArray[np.int64]  # [LANES] entries of `queue` of each session, and of NOBODY
+    buckets: NDArray[np.int64]  # [LANES, SCORE_BUCKETS, 2] first and last queue entry of each lane's score bucket
     windows: NDArray[np.void]  # [depth + WRITES_A_PLACE * places] of WINDOW: reads, then writes of each KV place
     kv: NDArray[np.void]  # [places] of KV
     batches: NDArray[np.void]  # [MAX_BATCHES] of BATCH
@@ -333,7 +339,8 @@ def make_core(
         stepped=np.zeros(layout.MAX_SESSIONS, np.uint32),
         stamp_owner=np.zeros(layout.MAX_SESSIONS + 1, np.int64),
         queue=np.zeros(MAX_QUEUED, QUEUED),
-        buckets=np.full((SCORE_BUCKETS, 2), NONE, np.int64),
+        lanes=np.zeros(LANES, np.int64),
+        buckets=np.full((LANES, SCORE_BUCKETS, 2), NONE, np.int64),
         windows=np.zeros(depth + WRITES_A_PLACE * kv_places, WINDOW),
         kv=np.zeros(kv_places, KV),
         batches=np.zeros(MAX_BATCHES, BATCH),

@@ -91,20 +91,60 @@ def test_request_has_one_result(rig: Rig) -> None:
     assert [int(rig.rd[name]) for name in names] == [6, 1, 1, 1, 1, 2]
 
 
-def test_full_queue_drops_the_least_wanted(rig: Rig) -> None:
-    low, high = Client(rig.tier, ring_log2=15), Client(rig.tier)
-    low.push(*(payload(oid, score=20) for oid in range(MAX_QUEUED)))
+def test_full_queue_drops_the_least_wanted_of_one_session(rig: Rig) -> None:
+    client = Client(rig.tier, ring_log2=15)
+    client.push(*(payload(oid, score=20) for oid in range(MAX_QUEUED)))
     while take(rig):
         pass
     assert rig.rd["queued"] == MAX_QUEUED
-    high.push(payload(30_000, score=100), payload(30_001, score=20), payload(30_002, score=3))
+    client.push(payload(30_000, score=100), payload(30_001, score=20), payload(30_002, score=3))
     take(rig)
-    assert rig.rd["dropped_queue"] == 3  # an old one for the first, then the two that are no better than any
-    assert (int(low.counters["dropped_queue"]), int(high.counters["dropped_queue"])) == (1, 2)
+    # An old one for the first, then the two that are no better than any.
+    assert rig.rd["dropped_queue"] == client.counters["dropped_queue"] == 3
     assert cache.pending_of(rig.core, 0, 0) == 0
     popped = pop_all(rig)
     assert popped[0] == (0, 30_000)
     assert popped[1:] == [(0, oid) for oid in range(1, MAX_QUEUED)]
+
+
+def test_full_queue_drops_from_the_longest_lane(rig: Rig) -> None:
+    """Whoever fills the queue loses by it, whatever scores it gives."""
+    greedy, modest = Client(rig.tier, ring_log2=15), Client(rig.tier)
+    greedy.push(*(payload(oid, score=255) for oid in range(MAX_QUEUED)))
+    while take(rig):
+        pass
+    modest.push(payload(30_000, score=1), payload(30_001, score=1))
+    take(rig)
+    assert (int(greedy.counters["dropped_queue"]), int(modest.counters["dropped_queue"])) == (2, 0)
+    assert rig.rd["dropped_queue"] == 2
+    popped = pop_all(rig)
+    assert {(0, 30_000), (0, 30_001)} <= set(popped[:4])
+    assert [oid for _, oid in popped if oid < 30_000] == list(range(2, MAX_QUEUED))
+
+
+@pytest.mark.parametrize("waiting", [(300, 10, 10), (5, 300, 40), (1, 1, 1)])
+def test_sessions_take_turns_however_many_requests_they_have_waiting(rig: Rig, waiting: tuple[int, ...]) -> None:
+    clients = [Client(rig.tier) for _ in waiting]
+    for number, (client, count) in enumerate(zip(clients, waiting, strict=True)):
+        client.push(*(payload(1000 * number + i, score=255 if number == 0 else 7) for i in range(count)))
+    while take(rig):
+        pass
+    order = [oid // 1000 for _, oid in pop_all(rig)]
+    assert len(order) == sum(waiting)
+    for number, count in enumerate(waiting):
+        last = max(at for at, owner in enumerate(order) if owner == number)
+        assert last < count * len(waiting), "a turn was missed"
+
+
+def test_requests_of_a_table_that_goes_are_dropped_and_no_others(rig: Rig) -> None:
+    client, other = Client(rig.tier, stores=(0, 1)), Client(rig.tier)
+    client.push(payload(1), payload(2, table=1), payload(3, score=90), payload(4, table=1, score=90), payload(5))
+    other.push(payload(6))
+    take(rig)
+    requests.drop_table(rig.core, 1)
+    assert rig.rd["queued"] == 4
+    assert cache.pending_of(rig.core, 1, 2) == cache.pending_of(rig.core, 1, 4) == 0
+    assert sorted(pop_all(rig)) == [(0, 1), (0, 3), (0, 5), (0, 6)]
 
 
 @pytest.mark.parametrize(
@@ -193,15 +233,18 @@ def test_busy_ring_does_not_crowd_out_the_others(rig: Rig) -> None:
 
 
 def test_sessions_take_turns_at_going_first(rig: Rig) -> None:
+    """What all ask for at once belongs to whoever's ring was looked at first."""
     clients = [Client(rig.tier) for _ in range(3)]
     firsts = []
     for turn in range(3):
-        for at, client in enumerate(clients):
-            client.push(payload(10 * turn + at, score=9))
+        for client in clients:
+            client.push(payload(turn))
         rig.rd["turns"] = turn
         take(rig)
-        firsts.append(pop_all(rig)[0][1] % 10)
-    assert sorted(firsts) == [0, 1, 2]
+        place = requests.pop(rig.core)
+        firsts.append(int(rig.core.queue[place]["session"]))
+        requests.drop(rig.core, place)
+    assert sorted(firsts) == [client.index for client in clients]
 
 
 def test_fenced_session_is_not_listened_to(rig: Rig) -> None:
