@@ -221,6 +221,7 @@ class RefinedSession:
             runtime_dir=runtime_dir,
             miss=miss,
             kv=None if kv is None else kv.geometry(weights.config, blocks),
+            client=_label(prepared, shift, scheme),
         )
         try:
             refiner = None if prepared is None else make_refiner(session, 0, prepared, k, scheme)
@@ -260,6 +261,16 @@ def _cache_maker(
     blocks = KvBlocks(config, options.form(config.head_dim), capacity, session.kv)
     table = 0 if session.kv is None else session.kv.table
     return lambda context: RefinedKVCache(blocks, context, options.fraction, session, table, wait_seconds)
+
+
+def _label(prepared: PreparedModel | None, shift: Mapping[str, float] | None, scheme: Scheme | None) -> str:
+    """What a session is called in the daemon's listings: shifts in the order of the sets, and bundles, if any."""
+    if prepared is None:
+        return "strataflux"
+    blocks = (prepared.manifest.shift if shift is None else shift).values()
+    bundles = (prepared.manifest.mlp_scheme if scheme is None else scheme) == "bundles"
+    shifted = f" shift={','.join(f'{one:g}' for one in blocks)}" if any(blocks) else ""
+    return f"strataflux{shifted}{' mlp=bundles' if bundles else ''}"
 
 
 class _Switch:

@@ -108,8 +108,8 @@ def _command(
     policy, cache_bytes = parse_miss(miss), model.cache_bytes(weight_cache)
     chosen = _windows(model.prepared, text, tokens, windows)
     found = _through_daemon(model, chosen, k, policy, cache_bytes, runtime_dir)
-    budgets = model.prepared.manifest.k if k is None else k
-    _show(Output(as_json), found, {"tokens": tokens, "windows": windows, "k": budgets, "miss": str(policy)})
+    settings = {"tokens": tokens, "windows": windows, **_refined_by(model.prepared, k), "miss": str(policy)}
+    _show(Output(as_json), found, settings)
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,11 @@ class _Model:
         from strataflux.client.schemes import store_slot_bytes
 
         return parse_cache(asked or _DEFAULT_CACHE, store_slot_bytes(self.prepared.config, self.prepared.sets))
+
+
+def _refined_by(prepared: "PreparedModel", k: int | None) -> dict[str, object]:
+    manifest = prepared.manifest
+    return {"k": manifest.k if k is None else k, "shift": manifest.shift, "mlp_scheme": manifest.mlp_scheme}
 
 
 def _through_daemon(
@@ -193,7 +198,7 @@ def _dense(output: Output, model: _Model, windows: list[list[int]], k: int | Non
             "bits_per_weight": prepared.bits_per_weight,
             "tokens": len(windows[0]) - 1,
             "windows": len(windows),
-            "k": prepared.manifest.k if k is None else k,
+            **_refined_by(prepared, k),
             "dense": True,
         }
     )

@@ -75,7 +75,17 @@ def _command(
     if not as_json:
         sys.stdout.write("\n")
     hit_rate = stats.hits / stats.lookups if stats and stats.lookups else None
-    output.result({"text": "".join(pieces), "refined": stats is not None, "weight_hit_rate": hit_rate})
+    manifest = prepared.manifest
+    output.result(
+        {
+            "text": "".join(pieces),
+            "refined": stats is not None,
+            "weight_hit_rate": hit_rate,
+            "k": manifest.k if k is None else k,
+            "shift": manifest.shift,
+            "mlp_scheme": manifest.mlp_scheme,
+        }
+    )
 
 
 def _attach(

@@ -10,8 +10,10 @@ import pytest
 from strataflux.client.errors import InputError
 from strataflux.client.evaluate import run as evaluate_module
 from strataflux.client.evaluate.compare import Row, cut_windows, join_scores, reference_of, score_unrefined
+from strataflux.client.prepare.candidates import Candidate
 from strataflux.client.prepare.prepared import PreparedModel
-from strataflux.client.runtime.models import DecoderWeights
+from strataflux.client.runtime.models import SETS, DecoderWeights
+from strataflux.client.tuning import keep
 from strataflux.proto.store_format import open_store
 from tests.fakes.daemon import FakeDaemon
 from tests.unit.client.cli.conftest import Run
@@ -66,6 +68,21 @@ def test_everything_resident(
     assert 0 < found["refined"]["kl_without_first_64"] < 0.1 * found["base"]["kl_without_first_64"]
     assert (found["refined"]["weight_hit_rate"], found["refined"]["bytes_read"]) == (1.0, 1000)
     assert found["refined"]["tokens_per_second"] > 0
+    assert (found["k"], found["shift"], found["mlp_scheme"]) == (1024, dict.fromkeys(SETS, 0.0), "channels")
+
+
+def test_what_tuning_kept_is_what_is_scored_and_told(
+    tiny_prepared: PreparedModel, daemon: FakeDaemon, text: Path, run: Run
+) -> None:
+    keep(tiny_prepared, Candidate((128, 64, 128, 32), (0.5, 1.0, 0.0, 2.0)))
+    daemon.publish(0, *range(daemon.manifests[0].record_count))
+    options = ("--text", text, "--tokens", 20, "--runtime-dir", daemon.path.parent, "--json")
+    shifted = run("eval", tiny_prepared.folder, *options).json()
+    assert shifted["shift"] == {"qkv": 0.5, "o": 1.0, "gate_up": 0.0, "down": 2.0}
+    assert shifted["k"] == {"qkv": 128, "o": 64, "gate_up": 128, "down": 32}
+    keep(tiny_prepared, Candidate((128, 64, 128, 32)))
+    still = run("eval", tiny_prepared.folder, *options).json()
+    assert still["refined"]["ppl"] != shifted["refined"]["ppl"]
 
 
 def test_nothing_resident_is_the_base(tiny_prepared: PreparedModel, daemon: FakeDaemon, text: Path, run: Run) -> None:
