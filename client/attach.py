@@ -18,7 +18,7 @@ import numpy as np
 
 from strataflux.client import attach_block
 from strataflux.client.attach_block import Mapped
-from strataflux.client.errors import DaemonUnavailableError, MisuseError, RefusedError
+from strataflux.client.errors import BusyError, DaemonUnavailableError, MisuseError, RefusedError
 from strataflux.proto import layout, messages
 from strataflux.proto.errors import MessageError
 from strataflux.proto.messages import KvGeometry, SegmentInfo, StoreRef, TableInfo, Welcome
@@ -227,7 +227,8 @@ def _greet(connection: socket.socket, request: AttachRequest) -> Attachment:
     welcome, descriptors = answer
     if isinstance(welcome, messages.Refuse):
         _close_all(descriptors, [])
-        raise RefusedError(f"attach ({welcome.code})", welcome.found, welcome.expected, welcome.remedy)
+        kind = BusyError if welcome.code == "busy" else RefusedError
+        raise kind(f"attach ({welcome.code})", welcome.found, welcome.expected, welcome.remedy)
     if not isinstance(welcome, Welcome):
         _close_all(descriptors, [])
         raise _bad("answer to hello", welcome.type, "welcome or refuse")

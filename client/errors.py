@@ -6,6 +6,7 @@
         ├── InputError               a file or folder that is missing, damaged or of another kind
         ├── DaemonUnavailableError   no daemon answers, or it went away
         └── RefusedError             the daemon answered and said no
+            └── BusyError            what it has is taken just now
 
 Contracts between processes raise ``strataflux.proto.errors.ContractError`` with the same four parts, and the command
 line speaks of both in one voice (``client/cli/output.py``). No decode step raises any of these for a daemon that is
@@ -13,6 +14,7 @@ gone: a session fails open, its look-ups miss.
 """
 
 __all__ = [
+    "BusyError",
     "DaemonUnavailableError",
     "FailureError",
     "InputError",
@@ -58,3 +60,7 @@ class DaemonUnavailableError(FailureError):
 
 class RefusedError(FailureError):
     """The daemon refused an attachment or a command; ``found`` and ``expected`` carry its numbers."""
+
+
+class BusyError(RefusedError):
+    """The daemon refused because others, who may be leaving, have all there is of something."""

@@ -14,21 +14,50 @@ from typing import Final, Protocol
 
 from strataflux.client import attach_block
 from strataflux.client.attach import Attachment, AttachRequest, attach, map_segments
-from strataflux.client.errors import StrataFluxError
+from strataflux.client.errors import BusyError, StrataFluxError
 from strataflux.proto import messages
 from strataflux.proto.errors import ContractError
 
 __all__ = [
+    "BUSY_SECONDS",
     "PAUSE_FIRST_SECONDS",
     "PAUSE_LAST_SECONDS",
     "Event",
     "Keeper",
     "Owner",
+    "attach_patiently",
 ]
 
 _LOG: Final = logging.getLogger(__name__)
 PAUSE_FIRST_SECONDS: Final = 0.05
 PAUSE_LAST_SECONDS: Final = 2.0
+BUSY_SECONDS: Final = 3.0
+"""For so long, at least, a newcomer tries again while all places are taken: one that a session leaves is free once its
+writes have ended and its slots are past their grace.
+"""
+
+
+def attach_patiently(request: AttachRequest, pause: Callable[[float], object]) -> Attachment:
+    """As :func:`~strataflux.client.attach.attach`, but while the daemon is busy try again, after pauses that double.
+
+    Args:
+        request: what to ask for.
+        pause: waits so many seconds.
+
+    Raises:
+        BusyError: it still was after ``BUSY_SECONDS``. Else as ``attach``.
+    """
+    waited, seconds = 0.0, PAUSE_FIRST_SECONDS
+    while True:
+        try:
+            return attach(request)
+        except BusyError as error:
+            if waited >= BUSY_SECONDS:
+                found = f"{error.found}, and so for {waited:.1f} s"
+                raise BusyError(error.subject, found, error.expected, error.remedy) from error
+        pause(seconds)
+        waited += seconds
+        seconds = min(2 * seconds, PAUSE_LAST_SECONDS)
 
 
 @dataclass(frozen=True)

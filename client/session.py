@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 
 from strataflux.cache_policy.miss import MissPolicy, Skip, Wait
 from strataflux.client import attach_block, directory, futex
-from strataflux.client.attach import Attachment, AttachRequest, attach
+from strataflux.client.attach import Attachment, AttachRequest
 from strataflux.client.errors import MisuseError
-from strataflux.client.keeper import Event, Keeper
+from strataflux.client.keeper import Event, Keeper, attach_patiently
 from strataflux.client.kv_puts import KvPuts
 from strataflux.client.session_stats import SessionStats, counts_of, make_stats
 from strataflux.client.warm_up import compile_path
@@ -106,7 +106,7 @@ class Session:
         self._deadline_seconds = miss.deadline_seconds if isinstance(miss, Wait) else 0.0
         # guarded by _lock
         self._lock = threading.Lock()
-        self._attachment = attach(request)
+        self._attachment = attach_patiently(request, pause or time.sleep)
         self._queued: list[Callable[[], None]] = []
         self._totals = np.zeros(len(layout.COUNTERS) + 1, np.uint64)
         self._state = ATTACHED
@@ -151,6 +151,7 @@ class Session:
 
         Raises:
             DaemonUnavailableError: nobody answers, or whoever does is not trusted.
+            BusyError: others had all its places for KV, and so for 3 s.
             RefusedError: the daemon said no; its numbers are in the message.
             ContractError: it sent what this layout version does not allow.
         """

@@ -288,7 +288,7 @@ class Tier:
             if place not in taken:
                 return place
         raise Refusal(
-            "limit",
+            "busy" if self.places else "limit",
             "sessions with KV",
             f"{len(self.places)} attached or just leaving",
             f"at most {len(self.places)} (kv.sessions)",

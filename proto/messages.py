@@ -52,7 +52,7 @@ _LIST_MAX: Final = 4096
 _NUMBER_MAX: Final = (1 << 63) - 1
 
 REFUSALS: Final = frozenset(
-    {"layout", "identity", "denied", "limit", "too_large", "malformed", "draining", "unsupported", "quota"}
+    {"layout", "identity", "denied", "limit", "busy", "too_large", "malformed", "draining", "unsupported", "quota"}
 )
 
 
