@@ -13,18 +13,15 @@ from numpy.typing import NDArray
 
 from strataflux.client import futex
 from strataflux.daemon import kv as kv_module
-from strataflux.daemon.engines.board import Board, open_board
 from strataflux.daemon.errors import Refusal
 from strataflux.daemon.interface import SessionRequest
 from strataflux.daemon.kv import KvSettings
 from strataflux.daemon.reader_thread import ReaderSettings, ReaderThread
-from strataflux.daemon.state import BLOCK_FAILED, BLOCK_GRANTED
 from strataflux.daemon.store import open_served
 from strataflux.proto import layout, ring
 from strataflux.proto.messages import KvGeometry
 from strataflux.proto.store_format import SectionSpec
 from strataflux.proto.store_writer import StoreWriter
-from tests.fakes.board_worker import SHORT, BoardWorker, Fault, Job
 
 WATCHDOG_SECONDS = 60.0
 GEOMETRY = KvGeometry("kv_group", 128, 4, 32 * 6, 200, 12)  # 6 heads of all layers, 32 groups each, 200 bytes a group
@@ -254,8 +251,9 @@ def test_a_session_leaves_nothing_and_the_place_is_free_again(reader: ReaderThre
 
 
 def test_one_place_is_one_session(reader: ReaderThread, kv: Kv) -> None:
-    with pytest.raises(Refusal, match=r"kv\.sessions"):
+    with pytest.raises(Refusal, match=r"kv\.sessions") as caught:
         Kv(reader)
+    assert caught.value.code == "busy"
 
 
 def test_geometries_that_cannot_be_held_are_refused(reader: ReaderThread) -> None:
@@ -273,95 +271,3 @@ def test_a_disk_without_the_space_grants_nothing(reader: ReaderThread, kv: Kv, m
     monkeypatch.setattr(kv_module, "_free_bytes", lambda _descriptor: 4096)
     with pytest.raises(Refusal, match="bytes free"):
         reader.grant_blocks(kv.index, 1)
-
-
-class Disk:
-    """A reader whose disk follows a script for writes and is right for reads."""
-
-    def __init__(self, folder: Path) -> None:
-        self.worker: BoardWorker
-        self.writes: list[Fault] = []
-        with StoreWriter(folder / "store", {}, [SectionSpec("s", "weight_channel", 0, "qkv", 64, 256)]) as writer:
-            writer.write(0, 0, np.zeros((64, 256), np.uint8))
-            writer.publish()
-        kv = KvSettings(folder / "kv", cache_bytes=CACHE, places=1, file_bytes=64 << 20, free_bytes=0)
-        settings = ReaderSettings(weight_bytes=1 << 20, engine="threads", queue_depth=8, kv=kv)
-        self.reader = ReaderThread(settings, [open_served(folder / "store", direct_io="off")], self._engine)
-        self.reader.start()
-
-    def _engine(self, tier: Any, _settings: ReaderSettings) -> Board:
-        board = open_board(len(tier.core.windows), tier.doorbell)
-        self.worker = BoardWorker(board, self._fault)
-        self.worker.start()
-        return board
-
-    def _fault(self, job: Job) -> Fault:
-        return self.writes.pop(0) if job.write and self.writes else Fault()
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    made = Disk(tmp_path)
-    yield made
-    made.reader.check_integrity()
-    made.reader.stop()
-
-
-@pytest.mark.parametrize(
-    "faults",
-    [
-        [Fault("eintr"), Fault("eagain")],
-        [Fault(SHORT, 512), Fault(SHORT, 4096)],
-        [Fault("einval")],  # direct writes are refused: the file goes on without
-    ],
-)
-def test_a_write_that_stumbles_ends_whole(disk: Disk, faults: list[Fault]) -> None:
-    kv = Kv(disk.reader)
-    disk.reader.grant_blocks(kv.index, 1)
-    disk.writes = list(faults)
-    data = block_bytes(30)
-    assert kv.put(0, 0, data) == layout.PUT_ACCEPTED
-    until(lambda: kv.in_file(0), "never written")
-    assert not disk.writes
-    kv.request(list(range(192)))
-    until(lambda: all(kv.entry(oid) for oid in range(192)), "never read back")
-    for oid in range(192):
-        assert kv.record(oid) == record_of(data, oid)
-    assert int(kv.place.row["failed"]) == 0
-    kv.close_fds()
-
-
-def test_a_full_disk_stops_puts_and_nothing_else(disk: Disk) -> None:
-    kv = Kv(disk.reader)
-    disk.reader.grant_blocks(kv.index, 3)
-    good = block_bytes(31)
-    assert kv.put(0, 0, good) == layout.PUT_ACCEPTED
-    until(lambda: kv.in_file(0), "never written")
-    disk.writes = [Fault("enospc")]
-    assert kv.put(1, 1, block_bytes(32)) == layout.PUT_ACCEPTED
-    until(lambda: kv.states()[1] == BLOCK_FAILED, "the failure was never noticed")
-    assert kv.put(2, 2, block_bytes(33)) == layout.PUT_REFUSED_SPACE
-    kv.request([0, 1])  # what was written before is read as ever
-    until(lambda: bool(kv.entry(0) and kv.entry(1)), "never read")
-    assert kv.record(0) == record_of(good, 0)
-    invalid = int(kv.core.sessions[kv.index]["invalid"])
-    kv.request([192])  # of the block that was lost
-    until(lambda: int(kv.core.sessions[kv.index]["invalid"]) == invalid + 1, "not counted")
-    # Space comes back with blocks that are given back.
-    disk.reader.release_blocks(kv.index, [[1, 2]])
-    disk.reader.grant_blocks(kv.index, 1)
-    granted = next(number for number, state in enumerate(kv.states()) if state == BLOCK_GRANTED)
-    assert kv.put(3, granted, block_bytes(34)) == layout.PUT_ACCEPTED
-    kv.close_fds()
-
-
-def test_a_write_error_loses_its_block_alone(disk: Disk) -> None:
-    kv = Kv(disk.reader)
-    disk.reader.grant_blocks(kv.index, 2)
-    disk.writes = [Fault("eio")]
-    assert kv.put(0, 0, block_bytes(35)) == layout.PUT_ACCEPTED
-    until(lambda: kv.states()[0] == BLOCK_FAILED, "the failure was never noticed")
-    assert kv.put(1, 1, block_bytes(36)) == layout.PUT_ACCEPTED
-    until(lambda: kv.in_file(1), "never written")
-    assert (int(kv.place.row["failed"]), int(kv.place.row["written"])) == (1, 1)
-    kv.close_fds()
