@@ -4,12 +4,14 @@ import string
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from strataflux.client.prepare.prepared import PreparedModel
 from tests.fakes.daemon import FakeDaemon
 from tests.unit.client.cli.conftest import Run
+from tests.unit.client.prepare.test_sources import gguf_tensors, write_gguf
 
 CONTEXT = 600
 OPTIONS = ("--kv", "2/2", "--context", CONTEXT, "--fraction", "1/8", "--json")
@@ -73,6 +75,15 @@ def test_windows_begin_where_told(tiny_gguf: Path, text: Path, run: Run) -> None
     apart = [run("eval", tiny_gguf, *options, "--starts", start).json()["kv"]["base_kl"] for start in (5, 600)]
     both = run("eval", tiny_gguf, *options, "--starts", "5,600").json()["kv"]["base_kl"]
     assert both == pytest.approx(sum(apart) / 2)
+
+
+def test_heads_that_are_no_power_of_two_are_named(tmp_path: Path, tiny_source: Any, text: Path, run: Run) -> None:
+    source = tiny_source.with_config(hidden=96, head_dim=24)
+    path = tmp_path / "odd.gguf"
+    write_gguf(path, source, gguf_tensors(source))
+    said = run("eval", path, "--text", text, *OPTIONS)
+    assert said.code == 2
+    assert "head_dim is 24" in said.json()["error"]["found"]
 
 
 @pytest.mark.parametrize(
