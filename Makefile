@@ -14,7 +14,7 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 PROTOC := $(PYTHON) -m grpc_tools.protoc -I.importroot
 PROTO_FILE := .importroot/strataflux/proto/control.proto
 
-.PHONY: help setup demo test check bench soak soak-full faults proto clean
+.PHONY: help setup demo test check bench soak soak-full faults crowd proto clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 13
@@ -56,6 +56,9 @@ soak-full: setup  ## The same with 1,000 daemons
 
 faults: setup  ## Give the reader a million faults; exit code 1 if one was served or not counted
 	$(PYTHON) bench/faults.py --faults 1000000 --out bench/results/faults.json
+
+crowd: setup  ## Many sessions at once against one: as many records in all, each session its share
+	$(PYTHON) bench/crowd.py --out bench/results/crowd.json
 
 proto: setup  ## Generate the gRPC code beside proto/control.proto
 	$(PROTOC) --python_out=.importroot --pyi_out=.importroot --grpc_python_out=.importroot $(PROTO_FILE)
