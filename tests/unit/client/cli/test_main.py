@@ -1,8 +1,12 @@
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
@@ -127,3 +131,89 @@ def test_starting_the_command_loads_nothing_heavy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "subject", "found"),
+    [
+        (("status", "--nope"), "strataflux status", "--nope"),
+        (("statu",), "strataflux", "statu"),
+        (("prepare", "a.gguf"), "strataflux prepare", "Missing argument"),
+        (("store", "verify", "x", "--threads", "no"), "strataflux store verify", "--threads"),
+    ],
+)
+def test_words_that_cannot_be_read_are_told_as_everything_else(
+    words: tuple[str, ...], subject: str, found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert leave(*words, "--json") == 2
+    said = capsys.readouterr()
+    error = json.loads(said.out)["error"]
+    assert (error["kind"], error["subject"], error["remedy"]) == ("MisuseError", subject, f"see {subject} --help")
+    assert found in error["found"]
+    assert said.err.startswith(f"error: {subject}")
+
+
+def commands(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command that does something, by its words."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{path} {name}")
+        else:
+            yield f"{path} {name}".strip(), command
+
+
+def test_every_command_speaks_json() -> None:
+    found = dict(commands(typer.main.get_command(build_app())))
+    assert {"status", "store verify", "bench fill"} <= found.keys()
+    assert [name for name, command in found.items() if not any("--json" in p.opts for p in command.params)] == []
+
+
+def run(program: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+    )
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell: str) -> None:
+    words = {"COMP_WORDS": "strataflux stat", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "strataflux stat"}
+    fish = {"_TYPER_COMPLETE_FISH_ACTION": "get-args", "_TYPER_COMPLETE_WORD_TO_COMPLETE": "stat"}
+    program = "from strataflux.client.cli.main import main; main()"
+    done = run(program, _STRATAFLUX_COMPLETE=f"complete_{shell}", **words, **fish)
+    assert "status" in done.stdout
+    assert "prepare" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "light"),
+    [
+        (["--help"], 0, True),
+        (["top", "--help"], 0, True),
+        (["status"], 2, True),
+        (["top", "--once"], 2, True),
+        (["stores"], 2, True),
+        (["sessions"], 2, True),
+        (["doctor"], 1, False),
+    ],
+)
+def test_what_operators_ask_loads_nothing_heavy(words: list[str], code: int, light: bool, tmp_path: Path) -> None:
+    """No command that asks a daemon needs torch; only doctor, which may prove a look-up, compiled code."""
+    program = f"""
+import json, sys
+from strataflux.client.cli.main import main
+try:
+    main({words!r})
+except SystemExit as left:
+    heavy = [name for name in ("torch", "numba", "transformers") if name in sys.modules]
+    print("\\n" + json.dumps([left.code, heavy]))
+"""
+    # Without any other place to look in, nobody answers.
+    nowhere = str(tmp_path)
+    done = run(program, STRATAFLUX_RUNTIME_DIR=nowhere, XDG_RUNTIME_DIR=nowhere)
+    left, heavy = json.loads(done.stdout.splitlines()[-1])
+    assert left == code, done.stderr
+    assert set(heavy) <= (set() if light else {"numba"})
