@@ -144,15 +144,18 @@ def fitted(
 ) -> dict[int, Refinement]:
     """Refinement values by budget, as they are stored: fitted, then rounded to 4 bits."""
     config = weights.config
-    run = FitRun(config, calibration.turns(config), budgets, carried=32)
+    run = FitRun(config, calibration.turns(config), dict.fromkeys(SETS, budgets), dict.fromkeys(SETS, 32))
     hidden = weights.embedding[calibration.tokens.to(calibration.device)]
     values: dict[int, Refinement] = {k: [] for k in budgets}
     chosen: dict[str, int] = {}
     for index in range(config.layers):
-        hidden, fits = fit_layer(run, model.low[index], model.residuals(index), hidden)
-        for k, by_set in fits.items():
-            values[k].append({name: round_residual(fit.values) for name, fit in by_set.items()})
-            for fit in by_set.values():
+        residuals = model.residuals(index)
+        carried = {name: round_residual(residual) for name, residual in residuals.items()}
+        hidden, moments = fit_layer(run, model.low[index], carried, hidden)
+        for k in budgets:
+            fits = {name: moments.fit(name, k, residuals[name]) for name in SETS}
+            values[k].append({name: round_residual(fit.values) for name, fit in fits.items()})
+            for fit in fits.values():
                 chosen[str(fit.multiplier)] = chosen.get(str(fit.multiplier), 0) + 1
     print(f"chosen multipliers of lambda: {chosen}", file=sys.stderr)
     return values

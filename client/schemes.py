@@ -11,8 +11,6 @@ from typing import Final, Literal
 
 from strataflux.client.errors import MisuseError
 from strataflux.client.runtime.models import SETS, ModelConfig
-from strataflux.kernels.bundle import bundle_bytes
-from strataflux.kernels.refine import record_bytes
 from strataflux.kernels.topk import CHUNK
 from strataflux.proto.layout import slot_bytes
 from strataflux.proto.store_format import SectionSpec
@@ -25,6 +23,7 @@ __all__ = [
     "require_scheme",
     "section_of",
     "store_slot_bytes",
+    "stored_budgets",
     "stored_schemes",
 ]
 
@@ -86,6 +85,10 @@ def budgets_by_set(k: int | Mapping[str, int], scheme: Scheme) -> dict[str, int]
 
 def section_of(config: ModelConfig, layer: int, name: str) -> SectionSpec:
     """The store's section of projection set ``name`` of ``layer``, or of its bundles: a record a channel or neuron."""
+    # These compile; budgets and names do without.
+    from strataflux.kernels.bundle import bundle_bytes
+    from strataflux.kernels.refine import record_bytes
+
     if name == BUNDLES:
         kind, count, size = "neuron_bundle", config.intermediate, bundle_bytes(config.hidden)
     else:
@@ -98,3 +101,20 @@ def store_slot_bytes(config: ModelConfig, sets: Sequence[str]) -> int:
     """Bytes of cache slots that hold a whole store with records of ``sets``."""
     sections = [section_of(config, 0, name) for name in sets]
     return config.layers * sum(section.count * slot_bytes(section.record_bytes) for section in sections)
+
+
+def stored_budgets(k: int | Mapping[str, int], scheme: Scheme, sets: Sequence[str]) -> dict[str, int]:
+    """Budgets of all that a store has records of, ``sets``, where ``k`` is meant for ``scheme``.
+
+    What belongs to the other scheme gets a budget of as many bytes.
+
+    Raises:
+        MisuseError: as :func:`budgets_by_set`.
+    """
+    budgets = budgets_by_set(k, scheme)
+    if scheme == "bundles":
+        channels = min(CHUNK, round(4 * budgets["down"] / 3))
+        budgets |= {"gate_up": channels, "down": channels, BUNDLES: budgets["down"]}
+    else:
+        budgets[BUNDLES] = round(3 * budgets["down"] / 4)
+    return {name: budgets[name] for name in sets}

@@ -23,7 +23,7 @@ from torch import Tensor
 from strataflux.kernels.pointer import bytes_at
 from strataflux.proto.compiled import compiled
 
-__all__ = ["add_bundles", "bundle_bytes", "bundle_reference", "pack_bundles"]
+__all__ = ["add_bundles", "bundle_bytes", "bundle_reference", "pack_bundles", "unpack_bundles"]
 
 
 def bundle_bytes(d_model: int) -> int:
@@ -51,6 +51,15 @@ def pack_bundles(codes: Tensor, scales: Tensor) -> Tensor:
     return torch.cat((nibbles, scales.contiguous().view(torch.uint8).view(neurons, 12)), 1)
 
 
+def unpack_bundles(records: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [neurons, 4, d_model] int8 and scales [neurons, 3] float32; undoes :func:`pack_bundles`."""
+    neurons, width = records.shape
+    d_model = (width - 12) // 2
+    packed = records[:, : 2 * d_model]
+    nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).view(neurons, 4, d_model)
+    return nibbles.to(torch.int8) - 8, records[:, 2 * d_model :].contiguous().view(torch.float32)
+
+
 def bundle_reference(x: Tensor, g: Tensor, u: Tensor, records: Tensor, down_scale: Tensor) -> Tensor:
     """What bundles add to ``y``, by definition: [d_model] float64.
 
@@ -61,10 +70,9 @@ def bundle_reference(x: Tensor, g: Tensor, u: Tensor, records: Tensor, down_scal
         records: [n, bundle_bytes] uint8.
         down_scale: [d_model].
     """
-    d_model, count = x.numel(), records.shape[0]
-    scales = records[:, 2 * d_model :].contiguous().view(torch.float32).double()
-    nibbles = torch.stack((records[:, : 2 * d_model] & 15, records[:, : 2 * d_model] >> 4), dim=-1)
-    gate, up, down, copy = (nibbles.view(count, 4, d_model).double() - 8).unbind(1)
+    codes, scales = unpack_bundles(records)
+    gate, up, down, copy = codes.double().unbind(1)
+    scales = scales.double()
     g, u, x = g.double(), u.double(), x.double()
     h = torch.nn.functional.silu(g) * u
     refined = torch.nn.functional.silu(g + scales[:, 0] * (gate @ x)) * (u + scales[:, 1] * (up @ x))

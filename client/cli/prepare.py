@@ -38,6 +38,13 @@ def _command(
     device: Annotated[str, typer.Option(help="Where calibration runs: cpu or cuda.")] = "cpu",
     restart: Annotated[bool, typer.Option("--restart", help="Drop what an interrupted run finished.")] = False,
     k: Annotated[int, typer.Option(min=0, max=1024, help="Default of --k when decoding.")] = 32,
+    mlp: Annotated[
+        str, typer.Option(help="Refine MLPs by channels or bundles of neurons; both: `strataflux tune` chooses.")
+    ] = "channels",
+    ladder: Annotated[
+        str,
+        typer.Option(help="With --fit: other budgets to fit for, such as 8,128, for a tuner; auto: k/4 and 4k; none."),
+    ] = "auto",
     force: Annotated[bool, typer.Option("--force", help="Replace a prepared model that is there.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -57,13 +64,16 @@ def _command(
     with progress("reading the model"):
         model = open_source(source)
         tokens = None if base == "rtn" and fitting is None else _tokens(model, calibration, calibration_tokens)
-    settings = PrepareSettings(chosen, k, fitting, tokens, device, str(source.resolve()))
+    rungs = _ladder(ladder, k) if fitting or ladder != "auto" else ()
+    settings = PrepareSettings(chosen, k, fitting, tokens, device, str(source.resolve()), mlp, ladder=rungs)
     with progress("preparing layers", prepare_steps(model.config, settings)) as advance:
         prepared = prepare(model, folder, settings, advance, restart=restart)
     _report(output, prepared, fit, time.monotonic() - started)
 
 
 def _report(output: Output, prepared: "PreparedModel", fit: str, seconds: float) -> None:
+    from strataflux.client.prepare.refinement import ladder_rungs
+
     manifest = prepared.manifest
     store_bytes = sum(file.stat().st_size for file in prepared.store.iterdir())
     grouped = f"in groups of {manifest.group}" if manifest.group else "with a codebook a row"
@@ -80,6 +90,9 @@ def _report(output: Output, prepared: "PreparedModel", fit: str, seconds: float)
             "group": manifest.group,
             "bits_per_weight": prepared.bits_per_weight,
             "fit": fit,
+            "mlp": manifest.mlp_scheme,
+            "sets": prepared.sets,
+            "ladder": ladder_rungs(prepared),
             "resident_bytes": prepared.resident_bytes,
             "store_bytes": store_bytes,
             "identity_digest": prepared.manifest.digest,
@@ -97,6 +110,17 @@ def _fit(text: str) -> "FitSettings | None":
         return FitSettings(float(text))
     except ValueError as error:
         raise MisuseError("--fit", repr(text), "off, auto, or a number above 0", "auto is the safe choice") from error
+
+
+def _ladder(text: str, k: int) -> tuple[int, ...]:
+    from strataflux.client.prepare.settings import default_ladder
+
+    if text in ("auto", "none"):
+        return default_ladder(k) if text == "auto" else ()
+    try:
+        return tuple(sorted({int(part) for part in text.split(",")} - {k}))
+    except ValueError as error:
+        raise MisuseError("--ladder", repr(text), "auto, none, or budgets such as 8,128", "mend the list") from error
 
 
 def _tokens(model: "ModelSource", text: Path | None, count: int) -> "Tensor":

@@ -8,10 +8,47 @@ from strataflux.client.evaluate.compare import Row, join_scores, require_same_di
 from strataflux.client.evaluate.dense import DenseModel, dense_reference, dense_score
 from strataflux.client.evaluate.scoring import Score
 from strataflux.client.prepare.prepared import PreparedModel
-from strataflux.client.prepare.refinement import read_refinement
-from strataflux.client.runtime.models import SETS, DecoderWeights
+from strataflux.client.prepare.refinement import COPY, read_refinement
+from strataflux.client.runtime.models import DecoderWeights
+from strataflux.client.schemes import Scheme, budgets_by_set
 
-__all__ = ["evaluate_dense"]
+__all__ = ["evaluate_dense", "refined_dense"]
+
+
+def refined_dense(
+    prepared: PreparedModel,
+    low: DecoderWeights,
+    k: int | Mapping[str, int] | None = None,
+    scheme: Scheme | None = None,
+    shift: Mapping[str, float] | None = None,
+    *,
+    laddered: bool = False,
+) -> DenseModel:
+    """``prepared`` refined as if nothing missed.
+
+    Args:
+        prepared: the model.
+        low: its resident weights; what refines them is taken to their device.
+        k: budgets of all projection sets or of each; None takes the prepared model's.
+        scheme: how MLPs are refined; None takes the prepared model's.
+        shift: blocks of fetch lead or lag of each set; None takes the prepared model's.
+        laddered: take each set's values from the fit for the nearest budget, not from the store.
+
+    Raises:
+        MisuseError: a budget is out of range, or the store does not serve ``scheme``.
+        ContractError: the store is damaged.
+    """
+    manifest = prepared.manifest
+    chosen = manifest.mlp_scheme if scheme is None else scheme
+    budgets = budgets_by_set(manifest.k if k is None else k, chosen)
+    device = low.embedding.device
+    values = [
+        {name: matrix.to(device) for name, matrix in layer.items()}
+        for layer in read_refinement(prepared, chosen, budgets if laddered else None)
+    ]
+    copies = [layer.pop(COPY) for layer in values if COPY in layer]
+    blocks = manifest.shift if shift is None else shift
+    return DenseModel(low, values, budgets, shift=blocks, down_copies=copies)
 
 
 def evaluate_dense(
@@ -30,7 +67,7 @@ def evaluate_dense(
         reference: the unquantized weights; without them rows have perplexity and no divergence, and there is no
             ``reference`` row.
         windows: tokens, the first of each given and the others scored.
-        k: channels per 1,024; None takes the prepared model's.
+        k: channels per 1,024; None takes the prepared model's. Shifts and MLP scheme are the prepared model's.
         device: where it runs.
         on_window: called after each window.
 
@@ -43,9 +80,7 @@ def evaluate_dense(
     where = torch.device(device)
     low = DecoderWeights.read(prepared).to(where)
     exact = low if reference is None else reference.to(where)
-    values = [{name: matrix.to(where) for name, matrix in layer.items()} for layer in read_refinement(prepared)]
-    budgets = dict.fromkeys(SETS, k) if isinstance(k, int) else dict(k or prepared.manifest.k)
-    models = {"base": DenseModel(low), "refined": DenseModel(low, values, budgets)}
+    models = {"base": DenseModel(low), "refined": refined_dense(prepared, low, k)}
     scores: dict[str, list[Score]] = {"reference": [], "base": [], "refined": []}
     for window in windows:
         expected = dense_reference(exact, window)

@@ -43,7 +43,9 @@ class Calibration:
     batch: int = 4
     """Sequences at a time; memory grows with it."""
     guide_groups: int = 1
-    """Row groups of each matrix that get Hessians of their own."""
+    """Row groups of each matrix that get Hessians of their own; 0: no Hessians."""
+    inputs: bool = True
+    """Whether going back measures inputs, too."""
     seed: int = 0
     """Of the tokens that are drawn from the model's predictions."""
 
@@ -168,7 +170,7 @@ def _loss_gradient(source: WeightSource, calibration: Calibration) -> Tensor:
 def _back_layer(source: WeightSource, calibration: Calibration, index: int, visit: Visit) -> None:
     config, device = source.config, calibration.device
     layer, turns = source.layer(index).to(device), calibration.turns(config)
-    inputs = {name: InputSums(config.set_shape(name)[1], device) for name in SETS}
+    inputs = {name: InputSums(config.set_shape(name)[1], device) for name in SETS if calibration.inputs}
     outputs = {
         name: OutputSums(config.set_shape(name), row_groups(config, name, calibration.guide_groups), device)
         for name in SETS
@@ -183,7 +185,8 @@ def _back_layer(source: WeightSource, calibration: Calibration, index: int, visi
         slopes: Sequence[Tensor] = torch.autograd.grad(after, [start, *points], gradient[batch].to(device))
         before.append(slopes[0].cpu())
         for (name, (x, _)), slope in zip(seen.items(), slopes[1:], strict=True):
-            inputs[name].add(x)
+            if name in inputs:
+                inputs[name].add(x)
             outputs[name].add(x, slope)
     stacked = torch.cat(before)
     _require_finite(index, stacked)

@@ -20,53 +20,75 @@ from torch import Tensor
 
 from strataflux.kernels.topk import largest_mask
 
-__all__ = ["MULTIPLIERS", "Fit", "SelectionMoments", "fit_residual", "transform"]
+__all__ = ["MULTIPLIERS", "Fit", "HeldOut", "SelectionMoments", "fit_residual", "fitted_values"]
 
 MULTIPLIERS = (0.1, 0.3, 1.0)
 """Of the mean diagonal of M; 1 is the paper's."""
 
-# Below this width the solution is in float64, above in float32, which the condition number allows.
-_WIDE = 4096
+# Up to this width the solution is in float64, above in float32, which the condition number allows.
+_WIDE = 1024
 
 
 class SelectionMoments:
-    """Sums over tokens of z zᵀ, x zᵀ and, where errors are asked for, x xᵀ, for one input and budget; float32."""
+    """Sums over tokens of z zᵀ and x zᵀ for one input and budget; float32."""
 
-    def __init__(self, inputs: int, device: torch.device, *, judge: bool = False) -> None:
-        """Start empty; only sums that ``judge`` can tell an :meth:`error`."""
+    def __init__(self, inputs: int, device: torch.device) -> None:
+        """Start empty."""
         self.selected, self.cross = (torch.zeros(inputs, inputs, device=device) for _ in range(2))
-        self.second = torch.zeros(inputs, inputs, device=device) if judge else None
         self.tokens = 0
 
     def add(self, x: Tensor, k: int) -> None:
         """Take in ``x`` [..., inputs] with ``k`` channels per 1,024 selected."""
         x = x.reshape(-1, x.shape[-1])
         z = x * largest_mask(x, k)
-        if self.second is not None:
-            self.second += x.T @ x
-        self.selected += z.T @ z
-        self.cross += x.T @ z
+        self.selected.addmm_(z.T, z)
+        self.cross.addmm_(x.T, z)
         self.tokens += x.shape[0]
 
     def __add__(self, other: "SelectionMoments") -> "SelectionMoments":
-        """Both's tokens together; the sum does not judge."""
+        """Both's tokens together."""
         both = SelectionMoments(0, self.selected.device)
         both.selected, both.cross = self.selected + other.selected, self.cross + other.cross
         both.tokens = self.tokens + other.tokens
         return both
 
-    def error(self, residual: Tensor, values: Tensor) -> float:
-        """``E‖R x - C z‖²`` for ``residual`` R and ``values`` C [outputs, inputs]; 0 without tokens.
 
-        Raises:
-            ValueError: these sums do not judge.
-        """
-        if self.second is None:
-            raise ValueError("an error was asked of sums that lack E[x xᵀ]; make them with judge=True")
-        total = (residual @ self.second * residual).sum(dtype=torch.float64)
-        total -= 2 * (residual @ self.cross * values).sum(dtype=torch.float64)
-        total += (values @ self.selected * values).sum(dtype=torch.float64)
-        return float(total) / max(1, self.tokens)
+@dataclass(frozen=True)
+class HeldOut:
+    """Sums over tokens that no candidate was made from."""
+
+    moments: SelectionMoments
+    second: Tensor
+    """Σ x xᵀ over the same tokens, [inputs, inputs] float32; does not depend on the budget."""
+
+    def error(self, residual: Tensor, values: Tensor) -> float:
+        """``E‖R x - C z‖²`` for ``residual`` R and ``values`` C [outputs, inputs]; 0 without tokens."""
+        return _Against.of(self, residual).error(values)
+
+
+@dataclass(frozen=True)
+class _Against:
+    """What the errors of all candidates for one residual share."""
+
+    held_out: HeldOut
+    total: Tensor
+    """Σ ‖R x‖², a scalar."""
+    crossed: Tensor
+    """R Σ x zᵀ, [outputs, inputs]."""
+
+    @classmethod
+    def of(cls, held_out: HeldOut, residual: Tensor) -> "_Against":
+        total = _inner(residual @ held_out.second, residual)
+        return cls(held_out, total, residual @ held_out.moments.cross)
+
+    def error(self, values: Tensor) -> float:
+        moments = self.held_out.moments
+        total = self.total - 2 * _inner(self.crossed, values) + _inner(values @ moments.selected, values)
+        return float(total) / max(1, moments.tokens)
+
+
+def _inner(one: Tensor, other: Tensor) -> Tensor:
+    return (one * other).sum(dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -81,24 +103,28 @@ class Fit:
     """Held-out errors by candidate: ``plain``, and each multiplier tried."""
 
 
-def transform(moments: SelectionMoments, multiplier: float) -> Tensor:
-    """T [inputs, inputs] float32."""
-    inputs = moments.selected.shape[0]
+def fitted_values(residual: Tensor, moments: SelectionMoments, multiplier: float) -> Tensor:
+    """C [outputs, inputs] float32 of R = ``residual``; R itself where nothing was ever selected."""
+    outputs, inputs = residual.shape
     dtype = torch.float64 if inputs <= _WIDE else torch.float32
     selected, cross = moments.selected.to(dtype), moments.cross.to(dtype)
-    diagonal = selected.diagonal()
-    ridge = multiplier * diagonal.mean() * torch.eye(inputs, dtype=dtype, device=selected.device)
-    if not bool(diagonal.any()):
-        return torch.eye(inputs, device=selected.device)
-    # T A = B with A symmetric is A Tᵀ = Bᵀ.
-    factor = torch.linalg.cholesky(selected + ridge)
-    return torch.cholesky_solve((cross + ridge).T, factor).T.float()
+    ridge = multiplier * selected.diagonal().mean()
+    if not bool(ridge > 0):
+        return residual
+    # C A = B with A symmetric is A Cᵀ = Bᵀ. With more outputs than inputs, T for all of them is less to solve.
+    eye = torch.eye(inputs, dtype=dtype, device=residual.device)
+    factor = torch.linalg.cholesky(selected + ridge * eye)
+    if outputs > inputs:
+        transform = torch.cholesky_solve((cross + ridge * eye).T, factor).T
+        return residual @ transform.float()
+    wide = residual.to(dtype)
+    return torch.cholesky_solve((wide @ cross + ridge * wide).T, factor).T.float()
 
 
 def fit_residual(
     residual: Tensor,
     moments: SelectionMoments,
-    held_out: SelectionMoments,
+    held_out: HeldOut,
     multipliers: Sequence[float] = MULTIPLIERS,
     *,
     plain: bool = True,
@@ -108,19 +134,20 @@ def fit_residual(
     Args:
         residual: R.
         moments: what candidates are made from.
-        held_out: what they are compared on: other tokens of the same input and budget; they judge.
+        held_out: what they are compared on: other tokens of the same input and budget.
         multipliers: of λ; of equals the first wins.
         plain: whether the residual itself is a candidate.
     """
-    never = moments.selected.diagonal() + held_out.selected.diagonal() == 0
-    candidates: dict[float | None, Tensor] = {None: residual} if plain else {}
-    candidates |= {multiplier: _fitted(residual, moments, multiplier, never) for multiplier in multipliers}
-    errors = {multiplier: held_out.error(residual, values) for multiplier, values in candidates.items()}
+    never = moments.selected.diagonal() + held_out.moments.selected.diagonal() == 0
+    against = _Against.of(held_out, residual)
+    errors: dict[float | None, float] = {None: against.error(residual)} if plain else {}
+    for multiplier in multipliers:
+        errors[multiplier] = against.error(_fitted(residual, moments, multiplier, never))
     chosen = min(errors, key=errors.__getitem__)
-    values = residual if chosen is None else _fitted(residual, moments + held_out, chosen, never)
+    values = residual if chosen is None else _fitted(residual, moments + held_out.moments, chosen, never)
     named = {"plain" if key is None else f"{key:g}": error for key, error in errors.items()}
     return Fit(values, chosen, named)
 
 
 def _fitted(residual: Tensor, moments: SelectionMoments, multiplier: float, never: Tensor) -> Tensor:
-    return torch.where(never, residual, residual @ transform(moments, multiplier))
+    return torch.where(never, residual, fitted_values(residual, moments, multiplier))

@@ -1,16 +1,19 @@
 """What is written of each layer, however it was made."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from strataflux.client.prepare.bases.matrices import CodebookCodes, GroupedCodes
 from strataflux.client.prepare.bases.rtn import RtnSettings, quantize_rtn
+from strataflux.client.prepare.encode import Encoded, LayerValues, encode_layer
 from strataflux.client.prepare.prepared import PreparedModel
-from strataflux.client.prepare.residual import residual_codes, residual_scales
+from strataflux.client.prepare.refine_stage import RefineStage
+from strataflux.client.prepare.residual import residual_scales
 from strataflux.client.prepare.source import ModelSource
-from strataflux.client.prepare.stages import Stages
 from strataflux.client.runtime.models import SETS, LayerWeights
+from strataflux.client.schemes import BUNDLES
 from strataflux.kernels.codebook import pack_planes
 from strataflux.kernels.lowbit import pack_codes
 
@@ -18,20 +21,23 @@ __all__ = ["LayerMaker", "StagedLayers", "StreamedLayers"]
 
 
 class LayerMaker(Protocol):
-    """Gives the layers of a prepared model, each twice: its resident tensors, then its refinement codes."""
+    """Gives the layers of a prepared model, each twice: its resident tensors, then its records."""
 
     def resident(self, index: int) -> dict[str, Tensor]:
-        """The tensors of layer ``index`` by their names within it, ``qkv.codes`` for one."""
+        """The tensors of layer ``index`` by their names within it, ``qkv.codes`` for one, in file order."""
 
-    def codes(self, index: int, resident: PreparedModel, /) -> dict[str, Tensor]:
-        """Refinement codes [outputs, inputs] int8 by projection set; ``resident`` is what was written."""
+    def records(self, index: int, resident: PreparedModel, /) -> dict[str, Tensor]:
+        """Records by what has some; ``resident`` is what was written."""
+
+    def rung(self, index: int, rung: int, /) -> dict[str, Encoded]:
+        """Columns fitted for ``rung``, a budget of the ladder, by projection set; ``mlp`` for those of bundles."""
 
 
 class StreamedLayers:
     """Round to nearest with plain residuals: made on the way, and the residual taken against what was written."""
 
-    def __init__(self, source: ModelSource, base: RtnSettings) -> None:
-        self._source, self._base = source, base
+    def __init__(self, source: ModelSource, base: RtnSettings, sets: Sequence[str]) -> None:
+        self._source, self._base, self._sets = source, base, sets
 
     def resident(self, index: int) -> dict[str, Tensor]:
         """See :class:`LayerMaker`."""
@@ -41,33 +47,52 @@ class StreamedLayers:
             weight = layer.projections[name]
             low = quantize_rtn(f"layers.{index}.{name}", weight, self._base)
             tensors |= {f"{name}.codes": low.codes, f"{name}.scales": low.scales, f"{name}.zeros": low.zeros}
-            tensors[f"{name}.refinement_scales"] = residual_scales(weight - low.dequantized())
+            scales = residual_scales(weight - low.dequantized())
+            if name in self._sets:
+                tensors[f"{name}.refinement_scales"] = scales
+        if BUNDLES in self._sets:
+            # Their down columns are plain residuals of the last set.
+            tensors[f"{BUNDLES}.refinement_scales"] = scales
         return tensors
 
-    def codes(self, index: int, resident: PreparedModel) -> dict[str, Tensor]:
+    def records(self, index: int, resident: PreparedModel) -> dict[str, Tensor]:
         """See :class:`LayerMaker`."""
         exact, low = self._source.layer(index).projections, resident.layer(index).projections
-        return {name: residual_codes(exact[name] - low[name], resident.refinement_scales(index, name)) for name in SETS}
+        residuals = {name: exact[name] - low[name] for name in SETS}
+        values = LayerValues({**residuals, BUNDLES: residuals["down"]}, residuals["gate_up"], exact["down"])
+        scales = {name: resident.refinement_scales(index, name) for name in self._sets}
+        return {name: made.records for name, made in encode_layer(values, self._sets, scales).items()}
+
+    def rung(self, index: int, rung: int) -> dict[str, Encoded]:
+        """See :class:`LayerMaker`; plain residuals have no ladder."""
+        raise ValueError(f"layer {index} has no values fitted for {rung}: plain residuals suit any budget")
 
 
 class StagedLayers:
-    """What finished stages kept."""
+    """What a finished stage kept."""
 
-    def __init__(self, stages: Stages) -> None:
-        self._stages = stages
+    def __init__(self, stage: RefineStage) -> None:
+        self._stage = stage
 
     def resident(self, index: int) -> dict[str, Tensor]:
         """See :class:`LayerMaker`."""
-        exact, refinement = self._stages.exact(index), self._stages.refinement(index)
+        exact, refinement = self._stage.exact(index), self._stage.refinement(index)
         tensors = _norms(exact)
-        for name, matrix in self._stages.matrices(index).items():
-            packed = _packed(matrix) | {"refinement_scales": refinement[name][1]}
-            tensors |= {f"{name}.{part}": tensor for part, tensor in packed.items()}
+        for name, matrix in self._stage.matrices(index).items():
+            tensors |= {f"{name}.{part}": tensor for part, tensor in _packed(matrix).items()}
+            if name in refinement:
+                tensors[f"{name}.refinement_scales"] = refinement[name].scales
+        if BUNDLES in refinement:
+            tensors[f"{BUNDLES}.refinement_scales"] = refinement[BUNDLES].scales
         return tensors
 
-    def codes(self, index: int, _resident: PreparedModel) -> dict[str, Tensor]:
+    def records(self, index: int, _resident: PreparedModel) -> dict[str, Tensor]:
         """See :class:`LayerMaker`."""
-        return {name: codes for name, (codes, _) in self._stages.refinement(index).items()}
+        return {name: made.records for name, made in self._stage.refinement(index).items()}
+
+    def rung(self, index: int, rung: int) -> dict[str, Encoded]:
+        """See :class:`LayerMaker`."""
+        return self._stage.rung(index, rung)
 
 
 def _norms(layer: LayerWeights) -> dict[str, Tensor]:

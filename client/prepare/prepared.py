@@ -1,11 +1,13 @@
 """A prepared model: a folder that holds a low-bit model and, beside it, the bits that quantization took away.
 
-| file                    | content                                                                     |
-|-------------------------|-----------------------------------------------------------------------------|
-| `prepared.json`         | :class:`Manifest`                                                           |
-| `resident.safetensors`  | packed codes, scales or codebooks, refinement scales, norms, embeddings      |
-| `refine/`               | the store: records of channels, of neuron bundles, or of both               |
-| `tokenizer.json`        | the tokenizer                                                               |
+| file                      | content                                                                    |
+|---------------------------|----------------------------------------------------------------------------|
+| `prepared.json`           | :class:`Manifest`                                                          |
+| `resident.safetensors`    | packed codes, scales or codebooks, refinement scales, norms, embeddings    |
+| `refine/`                 | the store: records of channels, of neuron bundles, or of both              |
+| `tokenizer.json`          | the tokenizer                                                              |
+| `ladder/K.safetensors`    | columns fitted for other budgets, for a tuner; only of fitted refinement   |
+| `calibration.safetensors` | the text and scales from which fitting can be done anew; likewise          |
 """
 
 import json
@@ -24,13 +26,15 @@ from torch import Tensor
 from strataflux.client.errors import InputError
 from strataflux.client.prepare.tensor_file import TensorDigest, TensorShape
 from strataflux.client.runtime.models import SETS, LayerWeights, ModelConfig, ModelConfigError
-from strataflux.client.schemes import BUNDLES, STORED_SETS, Scheme, section_of, stored_schemes
+from strataflux.client.schemes import BUNDLES, STORED_SETS, Scheme, section_of, stored_budgets, stored_schemes
 from strataflux.kernels.codebook import dequantize_codebook
 from strataflux.kernels.lowbit import dequantize, packed_bytes
 from strataflux.proto.store_format import SectionSpec, identity_digest
 
 __all__ = [
+    "CALIBRATION",
     "FORMAT",
+    "LADDER",
     "MANIFEST",
     "RESIDENT",
     "STORE",
@@ -45,6 +49,7 @@ __all__ = [
 FORMAT = 1
 """Version of the folder; a newer one is refused."""
 MANIFEST, RESIDENT, STORE, TOKENIZER = "prepared.json", "resident.safetensors", "refine", "tokenizer.json"
+LADDER, CALIBRATION = "ladder", "calibration.safetensors"
 _REMEDY = "prepare the model again"
 
 
@@ -114,6 +119,17 @@ class PreparedModel:
         return tuple(self.manifest.identity["layout"]["sets"])
 
     @property
+    def fitted_budgets(self) -> dict[str, int] | None:
+        """For which budget the store's values of each of :attr:`sets` were fitted; None if they are plain residuals,
+        which suit any.
+        """
+        fit = self.manifest.identity["layout"].get("fit")
+        if fit is None:
+            return None
+        k = fit["k"]
+        return stored_budgets(k, stored_schemes(self.sets)[0], self.sets) if isinstance(k, int) else dict(k)
+
+    @property
     def store(self) -> Path:
         """The folder of the store."""
         return self.folder / STORE
@@ -181,12 +197,17 @@ class PreparedModel:
     def _tensors(self) -> dict[str, TensorShape]:
         return resident_tensors(self.config, self.manifest.bits, self.manifest.group, self.sets)
 
+    def packed(self, layer: int, set_name: str) -> dict[str, Tensor]:
+        """A projection set as it is resident: ``planes`` and ``codebook``, or ``codes``, ``scales`` and ``zeros``."""
+        parts = ("codes", "scales", "zeros") if self.manifest.group else ("planes", "codebook")
+        return {part: self._tensor(f"layers.{layer}.{set_name}.{part}") for part in parts}
+
     def _projection(self, layer: int, set_name: str) -> Tensor:
-        prefix = f"layers.{layer}.{set_name}."
+        packed = self.packed(layer, set_name)
         if not self.manifest.group:
-            return dequantize_codebook(self._tensor(prefix + "planes"), self._tensor(prefix + "codebook"))
-        codes, scales, zeros = (self._tensor(prefix + part) for part in ("codes", "scales", "zeros"))
-        return dequantize(codes, scales, zeros, self.manifest.bits, self.manifest.group)
+            return dequantize_codebook(packed["planes"], packed["codebook"])
+        bits, group = self.manifest.bits, self.manifest.group
+        return dequantize(packed["codes"], packed["scales"], packed["zeros"], bits, group)
 
     def _tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._resident.get_tensor(name)

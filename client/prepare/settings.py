@@ -1,5 +1,6 @@
 """How a model is prepared."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,18 @@ from strataflux.client.prepare.bases.rtn import RtnSettings
 from strataflux.client.prepare.bases.sqllm import SqllmSettings
 from strataflux.client.prepare.fit import MULTIPLIERS
 from strataflux.client.runtime.models import SETS, ModelConfig
+from strataflux.client.schemes import STORED_SETS, Scheme, budgets_by_set, stored_budgets
+from strataflux.kernels.topk import CHUNK
 
-__all__ = ["BASES", "BaseSettings", "FitSettings", "PrepareSettings", "base_settings", "check_inputs"]
+__all__ = [
+    "BASES",
+    "BaseSettings",
+    "FitSettings",
+    "PrepareSettings",
+    "base_settings",
+    "check_inputs",
+    "default_ladder",
+]
 
 BaseSettings = RtnSettings | AwqSettings | SqllmSettings | LnqSettings
 
@@ -55,8 +66,8 @@ class PrepareSettings:
     """
 
     base: BaseSettings = field(default_factory=RtnSettings)
-    k: int = 32
-    """Default budget of every projection set, in channels per 1,024; can be overridden when decoding."""
+    k: int | Mapping[str, int] = 32
+    """Default budget of all projection sets or of each, in channels per 1,024; can be overridden when decoding."""
     fit: FitSettings | None = None
     """None stores plain residuals."""
     tokens: Tensor | None = None
@@ -65,10 +76,45 @@ class PrepareSettings:
     """Where calibration, quantization and fitting run."""
     origin: str | None = None
     """Where the model was read from, remembered so that it can be compared with; no part of the identity."""
+    mlp: str = "channels"
+    """What of the MLP the store has records of: ``channels``, ``bundles``, or ``both`` for a tuner to choose."""
+    scheme: Scheme | None = None
+    """How the MLP is refined, and what ``k`` is meant for; None: by bundles if there is nothing else."""
+    ladder: tuple[int, ...] = ()
+    """Budgets, in channels per 1,024, whose fitted values are kept beside the store's, for a tuner."""
 
     def __post_init__(self) -> None:
         if self.tokens is None and not self.streams_once:
             raise MisuseError("calibration", "no text", "text for this base or for fitting", "give some")
+        if self.mlp not in STORED_SETS:
+            raise MisuseError("--mlp", repr(self.mlp), ", ".join(STORED_SETS), "choose one of these")
+        if self.ladder and self.fit is None:
+            raise MisuseError(
+                "--ladder", f"{list(self.ladder)} without fitting", "--fit", "plain values suit any budget"
+            )
+        for rung in self.ladder:
+            if not 1 <= rung <= CHUNK:
+                raise MisuseError("--ladder", f"{rung}", f"budgets of 1 to {CHUNK} per {CHUNK}", "mend the list")
+        budgets_by_set(self.k, self.chosen_scheme)
+
+    @property
+    def chosen_scheme(self) -> Scheme:
+        """How the MLP is refined unless something else is asked for."""
+        return self.scheme or ("bundles" if self.mlp == "bundles" else "channels")
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """What the store has records of."""
+        return STORED_SETS[self.mlp]
+
+    @property
+    def stored_budgets(self) -> dict[str, int]:
+        """The budget for which the values of each of ``sets`` are fitted."""
+        return stored_budgets(self.k, self.chosen_scheme, self.sets)
+
+    def rung_budgets(self, rung: int) -> dict[str, int]:
+        """The same on a rung of the ladder."""
+        return stored_budgets(rung, "channels", self.sets)
 
     @property
     def streams_once(self) -> bool:
@@ -99,12 +145,21 @@ def base_settings(name: str, bits: int, group: int, guide_groups: int = 4) -> Ba
     raise MisuseError("--base", repr(name), ", ".join(BASES), "choose one of these")
 
 
+def default_ladder(k: int) -> tuple[int, ...]:
+    """A quarter and four times ``k``: with the store's own values, every budget from k/8 to 8k is within a factor of
+    two of one that was fitted for, which keeps nine tenths of what fitting gains.
+    """
+    return tuple(sorted({rung for rung in (k // 4, min(CHUNK, 4 * k)) if rung not in (0, k)}))
+
+
 def check_inputs(config: ModelConfig, settings: PrepareSettings) -> None:
     """Refuse a model whose matrices do not divide as the base needs, before the first byte is written.
 
     Raises:
         MisuseError: naming the projection set.
     """
+    if config.hidden % 2 and settings.mlp != "channels":
+        raise MisuseError("--mlp", f"{settings.mlp} of {config.hidden} channels", "an even number", "use channels")
     for name in SETS:
         inputs, unit = config.set_shape(name)[1], settings.group or 8
         if inputs % unit:

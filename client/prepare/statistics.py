@@ -44,7 +44,8 @@ class LayerStatistics:
 def row_groups(config: ModelConfig, set_name: str, count: int) -> list[slice]:
     """Each matrix of a projection set in ``count`` runs of rows, as equal as its rows allow.
 
-    Groups never span matrices: queries, keys and values differ in how the loss depends on them.
+    Groups never span matrices: queries, keys and values differ in how the loss depends on them. None for a ``count``
+    of 0.
     """
     keys = config.kv_heads * config.head_dim
     parts = {
@@ -53,9 +54,10 @@ def row_groups(config: ModelConfig, set_name: str, count: int) -> list[slice]:
         "gate_up": (config.intermediate, config.intermediate),
         "down": (config.hidden,),
     }[set_name]
-    groups, first = [], 0
+    groups: list[slice] = []
+    first = 0
     for rows in parts:
-        borders = [first + rows * i // count for i in range(count + 1)]
+        borders = [first + rows * i // count for i in range(count + 1)] if count else []
         groups += [slice(start, stop) for start, stop in pairwise(borders)]
         first += rows
     return groups
@@ -73,7 +75,7 @@ class InputSums:
         """Take in ``x`` [..., inputs]."""
         x = x.reshape(-1, x.shape[-1])
         self._magnitude += x.abs().sum(0, dtype=torch.float64)
-        self._second += x.T @ x
+        self._second.addmm_(x.T, x)
         self._tokens += x.shape[0]
 
     def result(self) -> InputStatistics:
@@ -96,7 +98,7 @@ class OutputSums:
             self._fisher += (by_output.T @ one).square_()
         x, squares = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1]).square()
         for hessian, rows in zip(self._hessians, self._groups, strict=True):
-            hessian += (x * squares[:, rows].mean(-1, keepdim=True)).T @ x
+            hessian.addmm_((x * squares[:, rows].mean(-1, keepdim=True)).T, x)
 
     def result(self) -> OutputStatistics:
         """The sums so far."""

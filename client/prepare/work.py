@@ -91,7 +91,10 @@ def work_key(source: WeightSource, settings: PrepareSettings) -> str:
     told = {
         "config": source.config.to_json(),
         "base": settings.base.to_json(),
-        "k": settings.k,
+        "k": settings.k if isinstance(settings.k, int) else dict(settings.k),
+        "mlp": settings.mlp,
+        "scheme": settings.chosen_scheme,
+        "ladder": settings.ladder,
         "fit": settings.fit.to_json() if settings.fit else None,
         "tensors": digest.hexdigest(),
     }

@@ -1,17 +1,12 @@
 """Prepare a model: quantize it, write the resident weights, and store what was lost as refinement bits.
 
 One layer in memory at a time. Bases that need no text are made while they are written; others, and fitted refinement,
-go through stages first, which an interrupted run can resume. Writing takes two passes over the layers: the first writes
-the resident weights and knows their digest at its end, which names the store that the second fills. Everything grows
-in one hidden folder beside the target and is published by one rename.
+go through stages first, which an interrupted run can resume. What is published is published by one rename.
 """
 
 import hashlib
-import json
-import os
-import secrets
-import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +14,26 @@ from torch import Tensor
 
 from strataflux.client.errors import InputError
 from strataflux.client.prepare.bases.rtn import RtnSettings
-from strataflux.client.prepare.chat import CHAT
-from strataflux.client.prepare.errors import DamagedModel
-from strataflux.client.prepare.layers import LayerMaker, StagedLayers, StreamedLayers
-from strataflux.client.prepare.prepared import (
-    MANIFEST,
-    RESIDENT,
-    STORE,
-    TOKENIZER,
-    Manifest,
-    PreparedModel,
-    open_prepared,
-    resident_tensors,
-    store_sections,
-)
+from strataflux.client.prepare.layers import StagedLayers, StreamedLayers
+from strataflux.client.prepare.prepared import MANIFEST, Manifest, PreparedModel
+from strataflux.client.prepare.publish import Content, publish
+from strataflux.client.prepare.refine_stage import RefineStage
 from strataflux.client.prepare.settings import PrepareSettings, check_inputs
 from strataflux.client.prepare.source import ModelSource
-from strataflux.client.prepare.stages import Stages, stage_steps
-from strataflux.client.prepare.tensor_file import TensorFileWriter
+from strataflux.client.prepare.stages import QuantizeStage
 from strataflux.client.prepare.work import open_work, work_key
 from strataflux.client.runtime.models import SETS, ModelConfig
-from strataflux.kernels.refine import pack_records
-from strataflux.proto.store_writer import StoreWriter, replace_folder
+from strataflux.client.schemes import budgets_by_set
 
-__all__ = ["prepare", "prepare_steps"]
+__all__ = ["fit_layout", "prepare", "prepare_steps"]
 
 
 def prepare_steps(config: ModelConfig, settings: PrepareSettings) -> int:
     """How often :func:`prepare` calls ``advance``."""
-    return 2 * config.layers + (0 if settings.streams_once else stage_steps(config.layers, settings))
+    written = 2 * config.layers
+    if settings.streams_once:
+        return written
+    return QuantizeStage.steps(config.layers, settings) + config.layers + written
 
 
 def prepare(
@@ -78,104 +64,65 @@ def prepare(
         raise InputError(folder, "files that are no prepared model", "a new folder", "choose another folder")
     check_inputs(source.config, settings)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    describe = partial(_manifest, source.config, settings)
     if settings.streams_once:
         assert isinstance(settings.base, RtnSettings), "only this base needs no text"
-        return _write(source, folder, settings, StreamedLayers(source, settings.base), advance)
+        layers = StreamedLayers(source, settings.base, settings.sets)
+        return publish(Content(source, layers, describe), folder, advance)
     work = open_work(folder, work_key(source, settings), restart=restart)
-    stages = Stages(source, settings, work)
-    stages.run(advance)
-    prepared = _write(source, folder, settings, StagedLayers(stages), advance)
+    QuantizeStage(source, settings, work).run(advance)
+    stage = RefineStage(source, settings, work)
+    stage.run(advance)
+    calibration = _calibration(stage, source.config, settings)
+    content = Content(source, StagedLayers(stage), describe, settings.ladder, calibration=calibration)
+    prepared = publish(content, folder, advance)
     work.remove()
     return prepared
 
 
-def _write(
-    source: ModelSource, folder: Path, settings: PrepareSettings, layers: LayerMaker, advance: Callable[[], object]
-) -> PreparedModel:
-    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
-    partial.mkdir()
-    try:
-        source.tokenizer().save(str(partial / TOKENIZER))
-        if (chat := source.chat_template()) is not None:
-            chat.save(partial / CHAT)
-        digest = _write_resident(source, partial / RESIDENT, settings, layers, advance)
-        manifest = _manifest(source.config, settings, digest)
-        _write_synced(partial / MANIFEST, json.dumps(manifest.to_json(), indent=2))
-        _write_store(PreparedModel(partial, manifest), layers, advance)
-        replace_folder(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return open_prepared(folder)
+def fit_layout(settings: PrepareSettings) -> dict[str, Any]:
+    """What a store's identity says of its fitted values; empty if they are plain.
 
-
-def _write_resident(
-    source: ModelSource, path: Path, settings: PrepareSettings, layers: LayerMaker, advance: Callable[[], object]
-) -> str:
-    """Write the resident weights; returns their SHA-256."""
-    config = source.config
-    with TensorFileWriter(path, resident_tensors(config, settings.base.bits, settings.group)) as file:
-        file.write("embedding", _half("embedding", source.embedding()))
-        file.write("norm", source.norm())
-        if not config.tied_head:
-            file.write("head", _half("head", source.head()))
-        for index in range(config.layers):
-            for name, tensor in layers.resident(index).items():
-                file.write(f"layers.{index}.{name}", tensor)
-            advance()
-    return file.digest.hexdigest()
-
-
-def _write_store(resident: PreparedModel, layers: LayerMaker, advance: Callable[[], object]) -> None:
-    config = resident.config
-    with StoreWriter(resident.folder / STORE, resident.manifest.identity, store_sections(config)) as store:
-        for index in range(config.layers):
-            codes = layers.codes(index, resident)
-            for position, name in enumerate(SETS):
-                store.write(index * len(SETS) + position, 0, pack_records(codes[name]).numpy())
-            advance()
-        store.publish()
+    They depend on budgets and text, which the resident weights' digest does not cover.
+    """
+    if settings.fit is None or settings.tokens is None:
+        return {}
+    text = hashlib.sha256(settings.tokens.contiguous().numpy().tobytes()).hexdigest()
+    k = settings.k if isinstance(settings.k, int) else settings.stored_budgets
+    return {"fit": settings.fit.to_json() | {"k": k, "text_sha256": text}}
 
 
 def _manifest(config: ModelConfig, settings: PrepareSettings, digest: str) -> Manifest:
-    layout: dict[str, Any] = {"record": "channel", "residual_bits": 4, "residual_scale": "row", "sets": list(SETS)}
-    if settings.fit is not None:
-        # Fitted values depend on budget and text, which the resident weights' digest does not cover.
-        layout["fit"] = settings.fit.to_json() | {"k": settings.k, "text_sha256": _text_digest(settings)}
+    layout = {"record": "channel", "residual_bits": 4, "residual_scale": "row", "sets": list(settings.sets)}
     identity: dict[str, Any] = {
         "base_weights_sha256": digest,
         "architecture": config.to_json(),
         "quantizer": settings.base.to_json(),
-        "layout": layout,
+        "layout": layout | fit_layout(settings),
         "format_version": 1,
     }
+    scheme = settings.chosen_scheme
     return Manifest(
         config=config,
         base=settings.base.to_json()["name"],
         bits=settings.base.bits,
         group=settings.group,
-        k=dict.fromkeys(SETS, settings.k),
+        k=budgets_by_set(settings.k, scheme),
         shift=dict.fromkeys(SETS, 0.0),
-        mlp_scheme="channels",
+        mlp_scheme=scheme,
         kv=None,
         identity=identity,
         origin=settings.origin,
     )
 
 
-def _text_digest(settings: PrepareSettings) -> str:
-    assert settings.tokens is not None, "fitting needs text"
-    return hashlib.sha256(settings.tokens.contiguous().numpy().tobytes()).hexdigest()
-
-
-def _half(name: str, tensor: Tensor) -> Tensor:
-    half = tensor.half()
-    if not bool(half.isfinite().all()):
-        raise DamagedModel(name, f"values up to {float(tensor.abs().max()):.3g}", "less than 65,504", "check the model")
-    return half
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _calibration(stage: RefineStage, config: ModelConfig, settings: PrepareSettings) -> dict[str, Tensor]:
+    """What fitting anew needs beside the published weights: the text, and the scales folded into them."""
+    if settings.fit is None or settings.tokens is None:
+        return {}
+    scales = {
+        f"layers.{index}.{name}.input_scales": scale
+        for index in range(config.layers)
+        for name, scale in stage.input_scales(index).items()
+    }
+    return {"tokens": settings.tokens.contiguous(), **scales}

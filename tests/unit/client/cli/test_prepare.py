@@ -80,7 +80,7 @@ def test_a_disk_that_refuses_is_a_failure(
     def refuse(*_arguments: object, **_names: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("strataflux.client.prepare.write.StoreWriter", refuse)
+    monkeypatch.setattr("strataflux.client.prepare.publish.StoreWriter", refuse)
     said = run("prepare", tiny_gguf, tmp_path / "out")
     assert said.code == 1
     assert "No space left" in said.err
@@ -101,6 +101,7 @@ def prose(tmp_path: Path) -> Path:
         (("--base", "sqllm", "--bits", 2), "sqllm", None),
         (("--base", "lnq", "--guide-groups", 1, "--fit", "auto"), "lnq", None),
         (("--fit", "auto"), "rtn", 3 + 24 / 64),
+        (("--base", "sqllm", "--fit", "auto", "--mlp", "bundles"), "sqllm", None),
     ],
 )
 def test_bases_that_calibrate(
@@ -126,6 +127,37 @@ def test_bases_that_calibrate(
     assert rows["bits_per_weight"] == found["bits_per_weight"]
     assert 0 < rows["refined"]["kl"] < rows["base"]["kl"]
     assert rows["reference"]["ppl"] > 1
+
+
+def test_both_schemes_and_a_ladder_for_a_tuner(tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run) -> None:
+    text = ("--calibration", prose, "--calibration-tokens", 2048)
+    said = run("prepare", tiny_gguf, tmp_path / "a", "--mlp", "both", "--fit", "auto", *text, "--json")
+    assert said.code == 0, said.err
+    assert said.json()["sets"] == ["qkv", "o", "gate_up", "down", "mlp"]
+    assert (said.json()["mlp"], said.json()["ladder"]) == ("channels", [8, 128])
+    said = run("prepare", tiny_gguf, tmp_path / "b", "--fit", "auto", "--ladder", "64,16,32", *text, "--json")
+    assert said.json()["ladder"] == [16, 64]
+    for options in (("--fit", "auto", "--ladder", "none"), ("--ladder", "auto")):
+        said = run("prepare", tiny_gguf, tmp_path / "c", *options, *text, "--force", "--json")
+        assert said.json()["ladder"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--mlp", "neurons"), "expected: channels, bundles, both"),
+        (("--fit", "auto", "--ladder", "a few"), "'a few'"),
+        (("--fit", "auto", "--ladder", "8,5000"), "expected: budgets of 1 to 1024"),
+        (("--ladder", "8"), "without fitting"),
+    ],
+)
+def test_schemes_and_ladders_that_do_not_exist(
+    options: tuple[str, ...], named: str, tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run
+) -> None:
+    said = run("prepare", tiny_gguf, tmp_path / "out", *options, "--calibration", prose, "--calibration-tokens", 2048)
+    assert said.code == 2
+    assert named in said.err
+    assert names(tmp_path) == ["prose.txt", "tiny.gguf"]
 
 
 def test_a_calibration_text_that_is_too_short(tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run) -> None:

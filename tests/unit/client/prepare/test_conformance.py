@@ -9,6 +9,7 @@ import torch
 
 from strataflux.client.errors import MisuseError
 from strataflux.client.evaluate.dense import DenseModel, dense_reference, dense_score
+from strataflux.client.evaluate.dense_run import refined_dense
 from strataflux.client.evaluate.scoring import score
 from strataflux.client.prepare.bases.awq import AwqSettings
 from strataflux.client.prepare.bases.lnq import LnqSettings
@@ -16,13 +17,13 @@ from strataflux.client.prepare.bases.rtn import RtnSettings
 from strataflux.client.prepare.bases.sqllm import SqllmSettings
 from strataflux.client.prepare.errors import DamagedModel
 from strataflux.client.prepare.prepared import open_prepared
-from strataflux.client.prepare.refinement import read_refinement
 from strataflux.client.prepare.settings import BASES, FitSettings, PrepareSettings, base_settings
 from strataflux.client.prepare.source import open_source
 from strataflux.client.prepare.verify import verify_prepared
 from strataflux.client.prepare.write import prepare, prepare_steps
 from strataflux.client.runtime.decoder import Decoder
 from strataflux.client.runtime.models import SETS, DecoderWeights
+from strataflux.client.schemes import stored_schemes
 from tests.unit.client.prepare.test_sources import hf_tensors, write_hf
 
 TOKENS = torch.randint(0, 250, (8, 16), generator=torch.Generator().manual_seed(0))
@@ -30,15 +31,16 @@ SCORED = torch.randint(0, 250, (40,), generator=torch.Generator().manual_seed(1)
 
 SETTINGS = [
     PrepareSettings(RtnSettings(3, 64)),
+    PrepareSettings(RtnSettings(2, 64), mlp="bundles"),
     PrepareSettings(RtnSettings(3, 64), fit=FitSettings(), tokens=TOKENS),
     PrepareSettings(AwqSettings(3, 64), tokens=TOKENS),
-    PrepareSettings(AwqSettings(4, 64), fit=FitSettings(1.0), tokens=TOKENS),
+    PrepareSettings(AwqSettings(4, 64), fit=FitSettings(1.0), tokens=TOKENS, mlp="bundles"),
     PrepareSettings(SqllmSettings(2), tokens=TOKENS),
-    PrepareSettings(SqllmSettings(4), fit=FitSettings(), tokens=TOKENS),
+    PrepareSettings(SqllmSettings(4), fit=FitSettings(), tokens=TOKENS, mlp="both", ladder=(8, 128)),
     PrepareSettings(LnqSettings(3, 1), tokens=TOKENS),
     PrepareSettings(LnqSettings(2, 4), fit=FitSettings(), tokens=TOKENS),
 ]
-NAMES = [f"{one.base.to_json()['name']}{one.base.bits}{'-fit' if one.fit else ''}" for one in SETTINGS]
+NAMES = [f"{one.base.to_json()['name']}{one.base.bits}{'-fit' if one.fit else ''}-{one.mlp}" for one in SETTINGS]
 
 
 @pytest.fixture
@@ -77,9 +79,10 @@ def test_other_models_are_prepared_from_their_folders(
     assert bool(read.config.rope_divisors) == bool(written)
     model = prepare(read, tmp_path / "p", settings)
     verify_prepared(open_prepared(tmp_path / "p"))
-    exact, low, values = DecoderWeights.read(read), DecoderWeights.read(model), list(read_refinement(model))
-    reference = dense_reference(exact, SCORED)
-    refined = dense_score(DenseModel(low, values, dict.fromkeys(SETS, 512)), reference).kl
+    low, reference = DecoderWeights.read(model), dense_reference(DecoderWeights.read(read), SCORED)
+    refined = min(
+        dense_score(refined_dense(model, low, 512, scheme), reference).kl for scheme in stored_schemes(model.sets)
+    )
     assert settings.fit or refined < dense_score(DenseModel(low), reference).kl
     stepped = score(Decoder(low, len(SCORED)).step, reference)
     assert stepped.kl == pytest.approx(dense_score(DenseModel(low), reference).kl, abs=1e-4)
@@ -96,13 +99,13 @@ def test_what_was_lost_is_in_the_store(tmp_path: Path, tiny_source: Any, setting
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
     verify_prepared(open_prepared(tmp_path / "p"))
     reference = dense_reference(DecoderWeights.read(tiny_source), SCORED)
-    low, values = DecoderWeights.read(model), list(read_refinement(model))
-    kl = [
-        dense_score(DenseModel(low, values, dict.fromkeys(SETS, k)), reference).kl
-        for k in ((0, 64) if settings.fit else (0, 256, 1024))
-    ]
-    assert kl == sorted(kl, reverse=True)
-    assert settings.fit or kl[-1] < 0.05 * kl[0]
+    low = DecoderWeights.read(model)
+    for scheme in stored_schemes(model.sets):
+        every = dict.fromkeys(SETS, 1024) | ({"gate_up": 0} if scheme == "bundles" else {})
+        budgets: list[int | dict[str, int]] = [0, 64] if settings.fit else [0, 256, every]
+        kl = [dense_score(refined_dense(model, low, k, scheme), reference).kl for k in budgets]
+        assert kl == sorted(kl, reverse=True)
+        assert settings.fit or kl[-1] < 0.05 * kl[0]
 
 
 def test_the_manifest_says_what_it_is(tmp_path: Path, tiny_source: Any, settings: PrepareSettings) -> None:
@@ -112,6 +115,12 @@ def test_the_manifest_says_what_it_is(tmp_path: Path, tiny_source: Any, settings
     assert (manifest.bits, manifest.group) == (settings.base.bits, settings.group)
     assert manifest.identity["quantizer"] == settings.base.to_json()
     assert ("fit" in manifest.identity["layout"]) == (settings.fit is not None)
+    assert manifest.mlp_scheme == ("bundles" if settings.mlp == "bundles" else "channels")
+    assert tuple(manifest.identity["layout"]["sets"]) == settings.sets
+
+
+def files_of(folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def test_it_comes_out_the_same_again_and_after_an_interruption(
@@ -132,7 +141,8 @@ def test_it_comes_out_the_same_again_and_after_an_interruption(
         assert not (tmp_path / "b").exists()
     again = prepare(tiny_source, tmp_path / "b", settings)
     assert again.manifest == whole.manifest
-    for name in ("refine/records.bin", "resident.safetensors"):
+    assert files_of(again.folder) == files_of(whole.folder)
+    for name in files_of(whole.folder):
         assert (again.folder / name).read_bytes() == (whole.folder / name).read_bytes()
 
 
@@ -188,8 +198,8 @@ def test_another_text_does_not_resume_what_was_begun_with_one(tmp_path: Path, ti
 
 def test_fitted_and_plain_stores_have_different_names(tmp_path: Path, tiny_source: Any) -> None:
     plain = prepare(tiny_source, tmp_path / "a", SETTINGS[0]).manifest
-    fitted = prepare(tiny_source, tmp_path / "b", SETTINGS[1]).manifest
-    other = prepare(tiny_source, tmp_path / "c", replace(SETTINGS[1], k=16)).manifest
+    fitted = prepare(tiny_source, tmp_path / "b", SETTINGS[2]).manifest
+    other = prepare(tiny_source, tmp_path / "c", replace(SETTINGS[2], k=16)).manifest
     assert plain.identity["base_weights_sha256"] != ""
     assert len({plain.digest, fitted.digest, other.digest}) == 3
 
