@@ -14,7 +14,7 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 PROTOC := $(PYTHON) -m grpc_tools.protoc -I.importroot
 PROTO_FILE := .importroot/strataflux/proto/control.proto
 
-.PHONY: help setup demo test check bench soak soak-full faults crowd proto clean
+.PHONY: help setup demo test check bench soak soak-full faults crowd fuzz proto clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 13
@@ -59,6 +59,9 @@ faults: setup  ## Give the reader a million faults; exit code 1 if one was serve
 
 crowd: setup  ## Many sessions at once against one: as many records in all, each session its share
 	$(PYTHON) bench/crowd.py --out bench/results/crowd.json
+
+fuzz: setup  ## Ten million rubbish entries and a hundred thousand messages while a session measures its misses
+	$(PYTHON) bench/fuzz.py --out bench/results/fuzz.json
 
 proto: setup  ## Generate the gRPC code beside proto/control.proto
 	$(PROTOC) --python_out=.importroot --pyi_out=.importroot --grpc_python_out=.importroot $(PROTO_FILE)
