@@ -1,0 +1,42 @@
+"""The residual state and its norm in one launch against float64: odd widths, parts missing, parts cleared."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
+
+from strataflux.kernels.gpu.norm import add_norm, add_norm_reference
+
+# bfloat16: a whole last place, since the interpreter truncates.
+ROUNDING = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 8e-3}
+
+
+@pytest.mark.parametrize("width", [64, 577, 4096])
+@pytest.mark.parametrize(("added", "late"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_it_is_the_reference(width: int, added: bool, late: bool, dtype: torch.dtype, device: torch.device) -> None:
+    before, weight = torch.randn(2, width, device=device) + 1
+    y = torch.randn(width, device=device).to(dtype) if added else None
+    extra = torch.randn(width, device=device) if late else None
+    state, x = add_norm_reference(before, y, extra, weight, 1e-5)
+    after, found = torch.full_like(before, torch.nan), torch.full_like(before, torch.nan).to(dtype)
+    kept = before.clone()
+    add_norm(before, y, extra, weight, after, found, 1e-5)
+    assert torch.equal(before, kept)
+    assert (after.double() - state).norm() <= 1e-6 * state.norm()
+    assert (found.double() - x).norm() <= ROUNDING[dtype] * x.norm()
+    assert extra is None or not extra.any()
+
+
+def test_the_state_need_not_be_kept(device: torch.device) -> None:
+    before, weight, x = torch.randn(3, 100, device=device)
+    kept = before.clone()
+    add_norm(before, None, None, weight, None, x, 1e-5)
+    assert torch.equal(before, kept)
+    assert (x.double() - add_norm_reference(before, None, None, weight, 1e-5)[1]).norm() <= 1e-5
+
+
+def test_shapes_are_checked(device: torch.device) -> None:
+    before = torch.zeros(8, device=device)
+    with pytest.raises(ValueError, match=r"expected the same \[width\]"):
+        add_norm(before, None, None, before, None, torch.zeros(9, device=device), 1e-5)
