@@ -196,6 +196,7 @@ def select_and_look_up(
     first_oid: int,
     *,
     path: Literal["cuda", "triton"] | None = None,
+    early: bool = True,
 ) -> None:
     """Fill ``selection`` for the input ``x``, inside a step. Queued on the current stream; no allocation.
 
@@ -207,6 +208,7 @@ def select_and_look_up(
         table: table number; its directory has at least ``first_oid + width`` records, which the client has checked.
         first_oid: record of channel 0.
         path: ``"cuda"`` or ``"triton"``; where None the first that this machine has.
+        early: let the fast path start while the kernel before still runs, where the device can do that.
 
     Raises:
         ValueError: ``x`` is not of the width that the selection was made for, not contiguous, or of another type.
@@ -230,5 +232,5 @@ def select_and_look_up(
         function = load_function(_SOURCE, f"select_and_look_up<{_TYPES[x.dtype]}>", device)
         pointers = [np.uint64(tensor.data_ptr()) for tensor in tensors]
         sizes = [np.int32(size) for size in (selection.width, table, *quotas)]
-        early = device_capability(device) >= (9, 0)
-        function.launch(chunks, CHUNK, [*pointers, np.int64(first_oid), *sizes], early=early)
+        starts_early = early and device_capability(device) >= (9, 0)
+        function.launch(chunks, CHUNK, [*pointers, np.int64(first_oid), *sizes], early=starts_early)
