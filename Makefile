@@ -14,7 +14,7 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 PROTOC := $(PYTHON) -m grpc_tools.protoc -I.importroot
 PROTO_FILE := .importroot/strataflux/proto/control.proto
 
-.PHONY: help setup demo test check bench soak soak-full faults crowd fuzz proto clean
+.PHONY: help setup demo test check bench soak soak-full faults crowd fuzz service proto clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 13
@@ -62,6 +62,9 @@ crowd: setup  ## Many sessions at once against one: as many records in all, each
 
 fuzz: setup  ## Ten million rubbish entries and a hundred thousand messages while a session measures its misses
 	$(PYTHON) bench/fuzz.py --out bench/results/fuzz.json
+
+service: setup  ## Start-up, memory, and an idle minute in which no counter may move
+	$(PYTHON) bench/service.py --out bench/results/service.json
 
 proto: setup  ## Generate the gRPC code beside proto/control.proto
 	$(PROTOC) --python_out=.importroot --pyi_out=.importroot --grpc_python_out=.importroot $(PROTO_FILE)

@@ -1,25 +1,33 @@
 """How fast the service starts, what it costs when idle and how much memory it takes, for a store of a million records.
 
-    python bench/service.py [--starts 20] [--records 1000000] [--out FILE]
+    python bench/service.py [--starts 20] [--records 1000000] [--idle-seconds 60] [--out FILE]
 
 The records are zeros in a sparse file. The clock runs from before the process is made to the READY datagram; the
-first start is not counted, because it may compile. Prints one JSON object.
+first start is not counted, because it may compile. Idle is with a session attached that asks for nothing; every counter
+of the metrics page is compared before and after. Prints one JSON object; exit code 1 if a counter moved while idle, or
+a hundredth of a CPU was used.
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
+import re
+import socket
+import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parent))
+from service_report import machine, write_report
+
 from strataflux.client.control import Control
 from strataflux.client.launch import PrivateDaemon
+from strataflux.client.session import Session
 from strataflux.proto.checksum import crc32c, crc32c_rows
 from strataflux.proto.store_format import (
     CHECKSUMS_FILE,
@@ -28,13 +36,17 @@ from strataflux.proto.store_format import (
     SectionSpec,
     identity_digest,
     manifest_body,
+    open_store,
     plan_sections,
     records_header,
 )
 
 CACHE_BYTES = 128 << 20
 RECORD_BYTES = 2048
-IDLE_SECONDS = 20.0
+READY = {"ready_seconds_median": 50, "ready_seconds_p95": 95, "ready_seconds_max": 100}
+SETTLE_SECONDS = 2.0
+IDLE_CPU_AIM = 0.01
+COUNTER = re.compile(r"^(strataflux_\S*_(?:total|bucket|count|sum)(?:{[^}]*})?) (\S+)$", re.MULTILINE)
 
 
 def sparse_store(folder: Path, records: int) -> Path:
@@ -66,15 +78,38 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def start_once(store: Path) -> tuple[float, PrivateDaemon]:
+def start_once(store: Path, *options: str) -> tuple[float, PrivateDaemon]:
     """(seconds to READY, the running daemon)."""
-    daemon = PrivateDaemon([store], weight_cache_bytes=CACHE_BYTES)
+    daemon = PrivateDaemon([store], weight_cache_bytes=CACHE_BYTES, options=options)
     began = time.perf_counter()
     daemon.start()
     return time.perf_counter() - began, daemon
 
 
-def measure(store: Path, starts: int) -> dict[str, Any]:
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def counters(port: int) -> dict[str, float]:
+    """Every counter and histogram of the metrics page, by name and labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page:
+        return {name: float(value) for name, value in COUNTER.findall(page.read().decode())}
+
+
+def idle(daemon: PrivateDaemon, store: Path, port: int, seconds: float) -> dict[str, Any]:
+    """CPU share and counters that moved, with a session attached that asks for nothing."""
+    with Session.attach([open_store(store)], selections_per_step=64, runtime_dir=daemon.runtime_dir):
+        time.sleep(SETTLE_SECONDS)
+        before, cpu = counters(port), cpu_seconds(daemon.pid)
+        time.sleep(seconds)
+        used, after = (cpu_seconds(daemon.pid) - cpu) / seconds, counters(port)
+    moved = {name: after[name] - before.get(name, 0.0) for name in after if after[name] != before.get(name, 0.0)}
+    return {"idle_seconds": seconds, "idle_cpu_share": used, "counters": len(before), "counters_that_moved": moved}
+
+
+def measure(store: Path, starts: int, idle_seconds: float) -> dict[str, Any]:
     """All figures."""
     _, first = start_once(store)
     first.stop()
@@ -83,21 +118,18 @@ def measure(store: Path, starts: int) -> dict[str, Any]:
         took, daemon = start_once(store)
         seconds.append(took)
         daemon.stop()
-    _, daemon = start_once(store)
+    port, config = free_port(), store.with_name("config.toml")
+    config.write_text(f'[metrics]\nlisten = "127.0.0.1:{port}"\n')
+    _, daemon = start_once(store, f"--config={config}")
     with Control(daemon.runtime_dir) as control:
         metadata = control.stats().metadata_bytes
-    time.sleep(2)
-    began = cpu_seconds(daemon.pid)
-    time.sleep(IDLE_SECONDS)
-    idle = (cpu_seconds(daemon.pid) - began) / IDLE_SECONDS
+    at_rest = idle(daemon, store, port, idle_seconds)
     memory = 1024 * (status_kib(daemon.pid, "RssAnon") + status_kib(daemon.pid, "RssShmem"))
     daemon.stop()
     budgets = CACHE_BYTES + (1 << 20)
     return {
-        "ready_seconds_median": float(np.median(seconds)),
-        "ready_seconds_p95": float(np.percentile(seconds, 95)),
-        "ready_seconds_max": max(seconds),
-        "idle_cpu_share": idle,
+        **({name: float(np.percentile(seconds, at)) for name, at in READY.items()} if seconds else {}),
+        **at_rest,
         "rss_anon_and_shmem_bytes": memory,
         "cache_budget_bytes": budgets,
         "metadata_bytes": metadata,
@@ -105,26 +137,20 @@ def measure(store: Path, starts: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=20)
     parser.add_argument("--records", type=int, default=1_000_000)
+    parser.add_argument("--idle-seconds", type=float, default=60.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="strataflux-bench-") as folder:
-        result = measure(sparse_store(Path(folder, "store"), options.records), options.starts)
-    result |= {
-        "records": options.records,
-        "starts": options.starts,
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}",
-        "load_average": os.getloadavg()[0],
-    }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+        store = sparse_store(Path(folder, "store"), options.records)
+        result = measure(store, options.starts, options.idle_seconds)
+    result |= {"records": options.records, "starts": options.starts} | machine()
+    write_report(result, options.out)
+    return 1 if result["counters_that_moved"] or result["idle_cpu_share"] >= IDLE_CPU_AIM else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
