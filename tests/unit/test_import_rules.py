@@ -22,7 +22,7 @@ GRPC = frozenset({"google", "grpc", "grpc_health"})
 PROTO_COMPILES = {"compiled", "atomics", "checksum", "ring"}
 
 # What may be missing from a correct installation; a module that needs it may fail to import.
-OPTIONAL = {"triton", "liburing"}
+OPTIONAL = {"triton", "liburing", "transformers", "lm_eval"}
 
 # Folders of the package that a folder may import, besides itself. None: anything but what is listed in FORBIDDEN.
 MAY_IMPORT = {
