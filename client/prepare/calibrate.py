@@ -26,7 +26,7 @@ from strataflux.client.runtime.block import run_block
 from strataflux.client.runtime.models import SETS, LayerWeights, ModelConfig, WeightSource
 from strataflux.client.runtime.rope import rotary_table
 
-__all__ = ["Calibration", "Visit", "calibration_windows", "walk_back", "walk_forward"]
+__all__ = ["Calibration", "Visit", "calibration_windows", "require_finite", "walk_back", "walk_forward"]
 
 Visit = Callable[[int, LayerWeights, LayerStatistics], None]
 """Told each layer's index, its weights on the calibration's device, and what was learnt."""
@@ -118,13 +118,18 @@ def _forward_layer(source: WeightSource, calibration: Calibration, index: int, v
             for batch in calibration.batches()
         ]
     )
-    _require_finite(index, after)
+    require_finite(index, after)
     if visit is not None:
         visit(index, layer, LayerStatistics({name: total.result() for name, total in sums.items()}, {}))
     calibration.states.save(f"hidden.{index + 1}", after)
 
 
-def _require_finite(index: int, hidden: Tensor) -> None:
+def require_finite(index: int, hidden: Tensor) -> None:
+    """Refuse states or gradients ``hidden`` of layer ``index`` that are not finite.
+
+    Raises:
+        DamagedModel: naming the layer.
+    """
     bad = int((~hidden.isfinite()).sum())
     if bad:
         raise DamagedModel(
@@ -189,7 +194,7 @@ def _back_layer(source: WeightSource, calibration: Calibration, index: int, visi
                 inputs[name].add(x)
             outputs[name].add(x, slope)
     stacked = torch.cat(before)
-    _require_finite(index, stacked)
+    require_finite(index, stacked)
     totals = {name: total.result() for name, total in outputs.items()}
     visit(index, layer, LayerStatistics({name: total.result() for name, total in inputs.items()}, totals))
     calibration.states.save(f"gradient.{index}", stacked)

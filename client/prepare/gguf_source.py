@@ -1,7 +1,7 @@
-"""Read a GGUF file of the Llama architecture; quantized tensors are dequantized to float32.
+"""Read a GGUF file of the Llama or Qwen3 architecture; quantized tensors are dequantized to float32.
 
-llama.cpp stores queries and keys for rotary embedding by neighbouring pairs; the decoder here turns halves,
-so rows of each head are put back in that order.
+llama.cpp stores the queries and keys of Llama for rotary embedding by neighbouring pairs; the decoder here turns
+halves, so rows of each head are put back in that order. Those of Qwen3 are stored by halves.
 """
 
 from functools import cached_property
@@ -34,30 +34,35 @@ _PARTS = {
 }
 
 
+_ARCHITECTURES = ("llama", "qwen3")
+_NORMS = ("attn_norm", "ffn_norm")
+_HEAD_NORMS = ("attn_q_norm", "attn_k_norm")
+
+
 class GgufSource:
     """A GGUF file, mapped; tensors are dequantized when asked for."""
 
     def __init__(self, path: Path) -> None:
-        """Map ``path`` and check that it is whole and of the Llama architecture."""
+        """Map ``path`` and check that it is whole and of an architecture that is supported."""
         self.path = path
         self._reader = _open(path)
         self._tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in self._reader.tensors}
-        architecture = self._field("general.architecture")
-        if architecture != "llama":
-            raise UnsupportedModel(
-                path, f"architecture {architecture!r}", "'llama'", "convert a Llama-architecture model"
-            )
+        self._architecture = str(self._field("general.architecture"))
+        if self._architecture not in _ARCHITECTURES:
+            found, expected = f"architecture {self._architecture!r}", " or ".join(map(repr, _ARCHITECTURES))
+            raise UnsupportedModel(path, found, expected, "convert a model of these architectures")
         self._refuse_extras()
 
     @cached_property
     def config(self) -> ModelConfig:
         """The model's dimensions."""
-        heads, hidden = int(self._field("llama.attention.head_count")), int(self._field("llama.embedding_length"))
-        head_dim = int(self._optional("llama.attention.key_length", hidden // heads))
-        if self._optional("llama.rope.scaling.type", "none") != "none":
+        heads, hidden = int(self._own("attention.head_count")), int(self._own("embedding_length"))
+        head_dim = int(self._own("attention.key_length", hidden // heads))
+        scaling = self._own("rope.scaling.type", "none")
+        if scaling != "none":
             raise UnsupportedModel(
                 self.path,
-                f"llama.rope.scaling.type = {self._field('llama.rope.scaling.type')!r}",
+                f"{self._architecture}.rope.scaling.type = {scaling!r}",
                 "'none', or factors in rope_freqs.weight",
                 "use the Hugging Face folder of this model",
             )
@@ -65,16 +70,17 @@ class GgufSource:
             return ModelConfig(
                 vocabulary=int(self._entry("token_embd.weight").shape[1]),
                 hidden=hidden,
-                intermediate=int(self._field("llama.feed_forward_length")),
-                layers=int(self._field("llama.block_count")),
+                intermediate=int(self._own("feed_forward_length")),
+                layers=int(self._own("block_count")),
                 heads=heads,
-                kv_heads=int(self._optional("llama.attention.head_count_kv", heads)),
+                kv_heads=int(self._own("attention.head_count_kv", heads)),
                 head_dim=head_dim,
-                context=int(self._field("llama.context_length")),
-                rope_theta=float(self._optional("llama.rope.freq_base", 10000.0)),
-                norm_epsilon=float(self._field("llama.attention.layer_norm_rms_epsilon")),
+                context=int(self._own("context_length")),
+                rope_theta=float(self._own("rope.freq_base", 10000.0)),
+                norm_epsilon=float(self._own("attention.layer_norm_rms_epsilon")),
                 tied_head="output.weight" not in self._tensors,
                 rope_divisors=self._rope_divisors(head_dim),
+                architecture=self._architecture,
             )
         except ModelConfigError as error:
             raise DamagedModel(self.path, str(error), "consistent metadata", "convert the model again") from error
@@ -97,9 +103,12 @@ class GgufSource:
         parts = {
             part: self._tensor(f"{prefix}{_PARTS[part]}.weight", shape) for part, shape in part_shapes(config).items()
         }
+        norms = [self._tensor(f"{prefix}{name}.weight", (config.hidden,)) for name in _NORMS]
+        if config.head_norms:
+            queries, keys = (self._tensor(f"{prefix}{name}.weight", (config.head_dim,)) for name in _HEAD_NORMS)
+            return fused_layer((norms[0], norms[1]), parts, (queries, keys))
         parts["q"] = _halves_from_pairs(parts["q"], config.heads)
         parts["k"] = _halves_from_pairs(parts["k"], config.kv_heads)
-        norms = [self._tensor(f"{prefix}{name}.weight", (config.hidden,)) for name in ("attn_norm", "ffn_norm")]
         return fused_layer((norms[0], norms[1]), parts)
 
     def tokenizer(self) -> Tokenizer:
@@ -139,8 +148,10 @@ class GgufSource:
             raise DamagedModel(self.path, f"metadata without {name}", name, "convert the model again")
         return self._reader.fields[name].contents()
 
-    def _optional(self, name: str, default: Any) -> Any:
-        return self._reader.fields[name].contents() if name in self._reader.fields else default
+    def _own(self, name: str, default: Any = None) -> Any:
+        """A field of the architecture's own; without a ``default`` it has to be there."""
+        full = f"{self._architecture}.{name}"
+        return default if default is not None and full not in self._reader.fields else self._field(full)
 
     def _rope_divisors(self, head_dim: int) -> tuple[float, ...]:
         if "rope_freqs.weight" not in self._tensors:
@@ -148,8 +159,9 @@ class GgufSource:
         return tuple(float(value) for value in self._tensor("rope_freqs.weight", (head_dim // 2,)))
 
     def _refuse_extras(self) -> None:
-        # Biases, experts and head norms would be dropped in silence otherwise.
-        known = {f"{name}.weight" for name in (*_PARTS.values(), "attn_norm", "ffn_norm")}
+        # Biases, experts and norms of another architecture would be dropped in silence otherwise.
+        own = _HEAD_NORMS if self._architecture == "qwen3" else ()
+        known = {f"{name}.weight" for name in (*_PARTS.values(), *_NORMS, *own)}
         extra = sorted(name for name in self._tensors if name.startswith("blk.") and name.split(".", 2)[2] not in known)
         if extra:
             raise UnsupportedModel(

@@ -47,10 +47,9 @@ class HfSource:
                 f"one of {', '.join(_ARCHITECTURES)}",
                 "use a Llama- or Qwen3-architecture model",
             )
-        for name in ("attention_bias", "mlp_bias"):
-            if self._json.get(name):
-                raise UnsupportedModel(folder / "config.json", f"{name} = true", "no biases", "use another model")
+        self._refuse_variants()
         self._files = self._index()
+        self._refuse_extras()
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -120,6 +119,36 @@ class HfSource:
         except (OSError, ValueError, KeyError, AttributeError) as error:
             found = f"a chat template that cannot be read ({error})"
             raise DamagedModel(self.path, found, "a template, or none", "download the model again") from error
+
+    def _refuse_variants(self) -> None:
+        """What the configuration says of layers that run differently from those here."""
+        path = self.path / "config.json"
+        for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
+            if self._json.get(name):
+                raise UnsupportedModel(path, f"{name} = true", "false", "use another model")
+        if self._json.get("hidden_act", "silu") != "silu":
+            raise UnsupportedModel(path, f"hidden_act = {self._json['hidden_act']!r}", "'silu'", "use another model")
+        if "quantization_config" in self._json:
+            found = "quantization_config: weights that are quantized already"
+            raise UnsupportedModel(path, found, "unquantized weights", "use the model they were made of")
+        for layer, kind in enumerate(self._json.get("layer_types") or ()):
+            if kind != "full_attention":
+                raise UnsupportedModel(path, f"layer {layer} of type {kind!r}", "'full_attention'", "use another model")
+
+    def _refuse_extras(self) -> None:
+        # Biases, experts and further norms would be dropped in silence otherwise.
+        norms = ("input_layernorm", "post_attention_layernorm")
+        own = ("self_attn.q_norm", "self_attn.k_norm") if self._json["architectures"][0] == "Qwen3ForCausalLM" else ()
+        known = {f"{name}.weight" for name in (*_PARTS.values(), *norms, *own)} | {"self_attn.rotary_emb.inv_freq"}
+        layers = (name for name in self._files if name.startswith("model.layers."))
+        extra = sorted(name for name in layers if name.split(".", 3)[3] not in known)
+        if extra:
+            raise UnsupportedModel(
+                self.path,
+                f"{len(extra)} tensors such as {extra[0]}",
+                "only norms and the seven projections in a layer",
+                "this variant of the architecture is not supported",
+            )
 
     def _index(self) -> dict[str, Path]:
         """{tensor: file} over all shards, with the files' headers checked."""

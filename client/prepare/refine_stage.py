@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strataflux.client.prepare.bases.awq import fold_scales
 from strataflux.client.prepare.bases.matrices import CodebookCodes, GroupedCodes
-from strataflux.client.prepare.calibrate import Calibration
+from strataflux.client.prepare.calibrate import Calibration, require_finite
 from strataflux.client.prepare.encode import Encoded, LayerValues, encode_columns, encode_layer
 from strataflux.client.prepare.fit_layer import FitRun, LayerMoments, fit_layer
 from strataflux.client.prepare.residual import residual_codes, residual_scales
@@ -102,6 +102,7 @@ class RefineStage:
         plain = {name: _as_stored(residual).to(self._device) for name, residual in residuals.items()}
         hidden = states.load(f"hidden.{index}")
         after, moments = fit_layer(run, low.to(self._device), plain, hidden, down.to(self._device))
+        require_finite(index, after)
         states.save(f"hidden.{index + 1}", after)
         return moments
 

@@ -163,5 +163,7 @@ def check_inputs(config: ModelConfig, settings: PrepareSettings) -> None:
     for name in SETS:
         inputs, unit = config.set_shape(name)[1], settings.group or 8
         if inputs % unit:
-            what = "group" if settings.group else "inputs"
-            raise MisuseError(what, f"{unit} for {name} with {inputs} inputs", "a divisor of the inputs", "use 64")
+            if settings.group:
+                raise MisuseError("group", f"{unit} for {name} with {inputs} inputs", "a divisor of them", "use 64")
+            found = f"{name} with {inputs} inputs"
+            raise MisuseError("codebook", found, f"a multiple of {unit}", "use --base rtn or awq, or another model")

@@ -6,6 +6,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
+from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 
@@ -19,6 +20,8 @@ _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# The same, but for digits, which stand alone.
+_PATTERNS = {"llama-bpe": _LLAMA3_PATTERN, "qwen2": _LLAMA3_PATTERN.replace("{1,3}", "")}
 
 
 def tokenizer_from_gguf(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -39,6 +42,8 @@ def tokenizer_from_gguf(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama-bpe"))
+    if pre == "qwen2":
+        tokenizer.normalizer = NFC()
     tokenizer.pre_tokenizer = _pre_tokenizer(path, pre)
     tokenizer.decoder = ByteLevelDecoder()
     kinds = metadata.get("tokenizer.ggml.token_type", [])
@@ -59,13 +64,13 @@ def _pre_tokenizer(path: object, name: str) -> PreTokenizer:
         return byte_level
     if name == "smollm":
         return Sequence([Digits(individual_digits=True), byte_level])
-    if name == "llama-bpe":
-        split = Split(Regex(_LLAMA3_PATTERN), behavior="isolated")
+    if name in _PATTERNS:
+        split = Split(Regex(_PATTERNS[name]), behavior="isolated")
         return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
     raise UnsupportedModel(
         path,
         f"tokenizer.ggml.pre = {name!r}",
-        "'gpt-2', 'smollm' or 'llama-bpe'",
+        "'gpt-2', 'smollm', 'llama-bpe' or 'qwen2'",
         "use the Hugging Face folder of this model",
     )
 

@@ -160,10 +160,34 @@ def test_schemes_and_ladders_that_do_not_exist(
     assert names(tmp_path) == ["prose.txt", "tiny.gguf"]
 
 
+def test_an_interrupted_command_is_taken_up_again_unless_told_to_restart(
+    tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("prepare", tiny_gguf, tmp_path / "out", "--base", "awq", "--calibration", prose, "--json")
+    words = (*words, "--calibration-tokens", 2048)
+    work = tmp_path / ".out.work" / "base" / "0.safetensors"
+    made: list[int] = []
+
+    def interrupt(*_arguments: object, **_names: object) -> None:
+        made.append(work.stat().st_mtime_ns)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("strataflux.client.prepare.write.publish", interrupt)
+        assert run(*words).code == 130
+        assert run(*words).code == 130
+        assert run(*words, "--restart").code == 130
+    assert made[0] == made[1] < made[2]
+    assert not (tmp_path / "out").exists()
+    assert run(*words).code == 0
+    assert names(tmp_path) == ["out", "prose.txt", "tiny.gguf"]
+
+
 def test_a_calibration_text_that_is_too_short(tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run) -> None:
     said = run("prepare", tiny_gguf, tmp_path / "out", "--base", "awq", "--calibration", prose, "--json")
     assert said.code == 2
     assert said.json()["error"]["expected"] == "at least 16384 for calibration"
+    assert int(said.json()["error"]["found"].removesuffix(" tokens")) < 16384
     assert names(tmp_path) == ["prose.txt", "tiny.gguf"]
 
 

@@ -215,4 +215,18 @@ def test_refusals(tmp_path: Path, tiny_source: Any) -> None:
         base_settings("gptq", 3, 64)
     with pytest.raises(MisuseError, match="128 for qkv with 64 inputs"):
         prepare(tiny_source, tmp_path / "p", PrepareSettings(AwqSettings(3, 128), tokens=TOKENS))
+    odd = tiny_source.with_config(intermediate=132)
+    with pytest.raises(MisuseError, match="down with 132 inputs; expected a multiple of 8"):
+        prepare(odd, tmp_path / "p", PrepareSettings(SqllmSettings(3), tokens=TOKENS))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_activations_of_the_low_bit_model_that_are_not_finite_name_their_layer(
+    tmp_path: Path, tiny_source: Any
+) -> None:
+    # Each weight is finite and fits its scales; what the second layer makes of its input is not.
+    tiny_source.layer(1)
+    tiny_source.cache["1.norm.of.mlp"] *= 1e30
+    with pytest.raises(DamagedModel, match=r"layers\.1: found \d+ NaN or infinite activations"):
+        prepare(tiny_source, tmp_path / "p", PrepareSettings(RtnSettings(3, 64), fit=FitSettings(), tokens=TOKENS))
+    assert not (tmp_path / "p").exists()

@@ -50,18 +50,23 @@ def gguf_tensors(source: Any) -> Tensors:
     if config.rope_divisors:
         tensors["rope_freqs.weight"] = torch.tensor(config.rope_divisors)
     for index in range(config.layers):
-        parts = source.parts(index)
-        parts["q"] = llama_cpp_permute(parts["q"], config.heads)
-        parts["k"] = llama_cpp_permute(parts["k"], config.kv_heads)
+        parts, layer = source.parts(index), source.layer(index)
+        if config.head_norms:
+            tensors[f"blk.{index}.attn_q_norm.weight"] = layer.query_norm
+            tensors[f"blk.{index}.attn_k_norm.weight"] = layer.key_norm
+        else:
+            parts["q"] = llama_cpp_permute(parts["q"], config.heads)
+            parts["k"] = llama_cpp_permute(parts["k"], config.kv_heads)
         tensors |= {f"blk.{index}.{GGUF_PARTS[part]}.weight": weight for part, weight in parts.items()}
         names = (f"blk.{index}.attn_norm.weight", f"blk.{index}.ffn_norm.weight")
         tensors |= dict(zip(names, source.norms(index), strict=True))
     return tensors
 
 
-def write_gguf(path: Path, source: Any, tensors: Tensors, architecture: str = "llama") -> None:
+def write_gguf(path: Path, source: Any, tensors: Tensors, architecture: str | None = None) -> None:
     config, meta = source.config, source.tokenizer_metadata()
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture or config.architecture)
+    writer.add_key_length(config.head_dim)
     writer.add_context_length(config.context)
     writer.add_embedding_length(config.hidden)
     writer.add_feed_forward_length(config.intermediate)
@@ -159,6 +164,19 @@ def test_gguf_round_trip(tmp_path: Path, tiny_source: Any, tied: bool) -> None:
     assert_same(read, source)
 
 
+def test_gguf_of_qwen3_has_head_norms_and_heads_in_halves(tmp_path: Path, tiny_source: Any) -> None:
+    source = tiny_source.with_config(architecture="qwen3", head_dim=32, norm_epsilon=2.0**-17)
+    write_gguf(tmp_path / "m.gguf", source, gguf_tensors(source))
+    read = open_source(tmp_path / "m.gguf")
+    assert read.config == source.config
+    assert_same(read, source)
+    got, expected = read.layer(1), source.layer(1)
+    assert got.query_norm is not None
+    assert got.key_norm is not None
+    assert torch.equal(got.query_norm, expected.query_norm)
+    assert torch.equal(got.key_norm, expected.key_norm)
+
+
 @pytest.mark.parametrize(("tied", "shards"), [(True, 1), (False, 3)])
 def test_hugging_face_round_trip(tmp_path: Path, tiny_source: Any, tied: bool, shards: int) -> None:
     source = tiny_source.with_config(tied_head=tied)
@@ -228,8 +246,8 @@ def test_truncated_gguf_is_refused(tmp_path: Path, tiny_source: Any, kept: int) 
 
 
 def test_gguf_of_another_architecture(tmp_path: Path, tiny_source: Any) -> None:
-    write_gguf(tmp_path / "m.gguf", tiny_source, gguf_tensors(tiny_source), architecture="qwen3")
-    with pytest.raises(UnsupportedModel, match="architecture 'qwen3'"):
+    write_gguf(tmp_path / "m.gguf", tiny_source, gguf_tensors(tiny_source), architecture="gpt2")
+    with pytest.raises(UnsupportedModel, match="architecture 'gpt2'; expected 'llama' or 'qwen3'"):
         open_source(tmp_path / "m.gguf")
 
 
@@ -246,6 +264,10 @@ def test_gguf_with_biases_is_refused_rather_than_read_without(tmp_path: Path, ti
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer 1 of type 'sliding_attention'"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized already"),
     ],
 )
 def test_unsupported_hugging_face_models(
@@ -254,6 +276,27 @@ def test_unsupported_hugging_face_models(
     write_hf(tmp_path / "m", tiny_source, hf_tensors(tiny_source), **changes)
     with pytest.raises(UnsupportedModel, match=message):
         _ = open_source(tmp_path / "m").config
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_norm", "mlp.experts.0.up_proj", "mlp.shared_expert_gate"])
+def test_hugging_face_layers_with_more_than_is_known_are_refused_rather_than_read_without(
+    tmp_path: Path, tiny_source: Any, name: str
+) -> None:
+    tensors = hf_tensors(tiny_source) | {f"model.layers.1.{name}.weight": torch.ones(16)}
+    write_hf(tmp_path / "m", tiny_source, tensors)
+    with pytest.raises(UnsupportedModel, match=rf"1 tensors such as model\.layers\.1\.{name}"):
+        open_source(tmp_path / "m")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_of_a_hugging_face_layer_that_are_not_finite_name_it(
+    tmp_path: Path, tiny_source: Any, value: float
+) -> None:
+    tensors = {name: tensor.clone() for name, tensor in hf_tensors(tiny_source).items()}
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 3] = value
+    write_hf(tmp_path / "m", tiny_source, tensors)
+    with pytest.raises(DamagedModel, match=r"model\.layers\.1\.mlp\.down_proj\.weight: found 1 NaN or infinite"):
+        open_source(tmp_path / "m").layer(1)
 
 
 def test_heads_that_do_not_divide_are_damage(tmp_path: Path, tiny_source: Any) -> None:

@@ -21,6 +21,12 @@ def test_digits_stand_alone_and_merges_apply(tiny_source: Any) -> None:
     assert tiny_source.tokenizer().encode("he 42").tokens == ["he", "Ġ", "4", "2"]
 
 
+def test_qwen_composes_letters_and_takes_digits_one_by_one(tiny_source: Any) -> None:
+    qwen = tokenizer_from_gguf("m", tiny_source.tokenizer_metadata() | {"tokenizer.ggml.pre": "qwen2"})
+    assert qwen.encode("he 42").tokens == ["he", "Ġ", "4", "2"]
+    assert qwen.encode("e\u0301").ids == qwen.encode("\u00e9").ids
+
+
 def test_control_tokens_are_one_token_and_leave_the_text(tiny_source: Any) -> None:
     tokenizer = tiny_source.tokenizer()
     encoded = tokenizer.encode("a<|end|>")
