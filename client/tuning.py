@@ -18,10 +18,10 @@ from torch import Tensor
 from strataflux.cache_policy.miss import MissPolicy, Skip
 from strataflux.client.evaluate.compare import join_scores
 from strataflux.client.evaluate.dense import DenseModel, dense_score
+from strataflux.client.evaluate.dense_run import refined_dense
 from strataflux.client.evaluate.scoring import Reference
 from strataflux.client.prepare.candidates import Candidate, Judge, Timing
 from strataflux.client.prepare.prepared import MANIFEST, PreparedModel
-from strataflux.client.prepare.refinement import read_refinement
 from strataflux.client.refined import RefinedModel
 from strataflux.client.runtime.decoder import Decoder
 from strataflux.client.runtime.models import DecoderWeights, ModelConfig
@@ -106,12 +106,20 @@ def selection_of(config: ModelConfig) -> Callable[[Candidate], object]:
     return selection
 
 
-def make_judge(prepared: PreparedModel, low: DecoderWeights, expected: Sequence[Reference]) -> Judge:
-    """Mean divergence from what the unquantized model ``expected`` on held-out windows, as if nothing missed."""
-    values = list(read_refinement(prepared))
+def make_judge(
+    prepared: PreparedModel, low: DecoderWeights, expected: Sequence[Reference], *, laddered: bool = True
+) -> Judge:
+    """Mean divergence from what the unquantized model ``expected`` on held-out windows, as if nothing missed.
+
+    Values are those fitted for the nearest budget if they are ``laddered``, else the store's.
+    """
 
     def judge(candidate: Candidate) -> float:
-        model = DenseModel(low, values, candidate.budgets(), shift=candidate.shifts())
+        budgets, shift = candidate.budgets(), candidate.shifts()
+        if any(candidate.k):
+            model = refined_dense(prepared, low, budgets, candidate.mlp, shift, laddered=laddered)
+        else:
+            model = DenseModel(low)
         return join_scores([dense_score(model, one) for one in expected]).kl
 
     return judge

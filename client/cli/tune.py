@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from strataflux.client.prepare.candidates import Trial
     from strataflux.client.prepare.prepared import PreparedModel
     from strataflux.client.prepare.tune import Tuned
+    from strataflux.client.tune_run import Outcome
 
 __all__ = ["register"]
 
@@ -41,7 +42,7 @@ def _command(
     tokens: Annotated[int, typer.Option(min=8, max=128, help="Pairs of steps of a measurement.")] = 24,
     windows: Annotated[int, typer.Option(min=1, help="Stretches of 128 tokens to judge by, the text's last.")] = 2,
     largest: Annotated[int, typer.Option(min=1, max=1024, help="Largest budget to try.")] = 128,
-    minutes: Annotated[float, typer.Option(min=0, help="When to end the search with the best so far.")] = 10.0,
+    minutes: Annotated[float, typer.Option(min=0, help="When to end the search with the best so far.")] = 8.0,
     as_json: JsonOption = False,
 ) -> None:
     """Find what refines best while a decode step is at most --slowdown slower, and keep it in the prepared model.
@@ -68,8 +69,8 @@ def _command(
         largest=largest,
         search_seconds=60 * minutes,
     )
-    found = tune_prepared(prepared, _reference(prepared, reference), settings, progress)
-    _show(output, prepared, found, platform)
+    outcome = tune_prepared(prepared, _reference(prepared, reference), settings, progress)
+    _show(output, outcome, platform)
 
 
 def _share(text: str) -> float:
@@ -96,24 +97,22 @@ def _reference(prepared: "PreparedModel", asked: Path | None) -> Path:
     return origin
 
 
-def _show(output: Output, prepared: "PreparedModel", found: "Tuned", platform: str) -> None:
+def _show(output: Output, outcome: "Outcome", platform: str) -> None:
     from strataflux.client.prepare.tune import explain
 
+    found, folder = outcome.found, outcome.prepared.folder
     output.print(_table(found))
-    chosen = found.chosen
-    if any(chosen.k):
+    if any(found.chosen.k):
+        fitted = f"; fitted anew at these budgets {outcome.kl:.3f}" if outcome.refitted else ""
         output.print(
-            f"{prepared.folder}: a step is {found.timing.slowdown:.1%} slower and KL {found.kl:.3f}, unrefined "
-            f"{found.base_kl:.3f}; MLP by {chosen.mlp}"
+            f"{folder}: a step is {found.timing.slowdown:.1%} slower, and KL {found.kl:.3f} where it was "
+            f"{found.base_kl:.3f} unrefined{fitted}"
         )
     else:
-        output.print(f"{prepared.folder}: nothing is refined: nothing tried was fast enough and better than the base")
+        output.print(f"{folder}: nothing is refined, for nothing tried was fast enough and better than the base")
     if not found.complete:
         output.print("time was up before all was searched: --minutes gives it more")
-    stale = "fit" in prepared.manifest.identity["layout"] and dict(prepared.manifest.k) != chosen.budgets()
-    if stale:
-        output.print("refinement was fitted for other budgets: prepare again with those found")
-    told = {"prepared": prepared.folder, "platform": platform, "fitted_for_other_budgets": stale}
+    told = {"prepared": folder, "platform": platform, "refitted": outcome.refitted, "kl_stored": outcome.kl}
     output.result({**explain(found), **told})
 
 
@@ -122,7 +121,7 @@ def _table(found: "Tuned") -> "Table":
 
     table = Table(box=None, pad_edge=False)
     for heading in ("qkv", "o", "gate_up", "down", "shift", "MLP", "ms a step", "slower by", "KL", ""):
-        table.add_column(heading, justify="left" if heading in ("MLP", "") else "right")
+        table.add_column(heading, justify="left" if heading in ("MLP", "") else "right", no_wrap=True)
     for trial in found.trials:
         one = trial.candidate
         table.add_row(
@@ -138,10 +137,9 @@ def _table(found: "Tuned") -> "Table":
 
 
 def _verdict(trial: "Trial", found: "Tuned") -> str:
-    if not trial.fits:
-        return "too slow, measured longer" if trial.confirming else "too slow"
-    chosen = trial.candidate == found.chosen
-    return "chosen" if chosen and trial.timing == found.timing else ""
+    chosen = trial.candidate == found.chosen and trial.timing == found.timing
+    verdict = "chosen" if chosen else "fits" if trial.fits else "too slow"
+    return f"again: {verdict}" if trial.confirming else verdict
 
 
 def register(app: typer.Typer) -> None:

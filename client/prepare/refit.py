@@ -35,7 +35,7 @@ from strataflux.client.schemes import STORED_SETS, Scheme, budgets_by_set, requi
 from strataflux.kernels.codebook import unpack_planes
 from strataflux.kernels.lowbit import unpack_codes
 
-__all__ = ["refit", "refit_steps"]
+__all__ = ["refit", "refit_steps", "require_same_model"]
 
 
 def refit_steps(prepared: PreparedModel) -> int:
@@ -50,6 +50,7 @@ def refit(
     scheme: Scheme | None = None,
     advance: Callable[[], object] = lambda: None,
     *,
+    shift: Mapping[str, float] | None = None,
     device: str = "cpu",
     restart: bool = False,
 ) -> PreparedModel:
@@ -63,6 +64,7 @@ def refit(
         k: budgets for ``scheme``, of all projection sets or of each.
         scheme: how MLPs are refined; None takes the prepared model's.
         advance: called after each layer of each pass, :func:`refit_steps` times in all.
+        shift: blocks of fetch lead or lag of each projection set, to be its defaults, too; None leaves them.
         device: where fitting runs.
         restart: drop what an interrupted run finished.
 
@@ -72,7 +74,7 @@ def refit(
         OSError: the disk is full or may not be written to.
     """
     settings, scales = _settings(prepared, k, scheme, device)
-    _require_same_model(prepared, source)
+    require_same_model(prepared, source)
     work = open_work(prepared.folder, _key(prepared, settings), restart=restart)
     _keep_resident(prepared, work, scales)
     stage = RefineStage(source, settings, work)
@@ -80,8 +82,9 @@ def refit(
     kept = [Path(LADDER) / f"{rung}.safetensors" for rung in ladder_rungs(prepared)]
     files = {str(place): prepared.folder / place for place in (*kept, Path(CALIBRATION))}
     layers = StagedLayers(stage)
+    manifest = prepared.manifest if shift is None else replace(prepared.manifest, shift=shift)
     published = publish(
-        Content(source, layers, lambda digest: _manifest(prepared.manifest, settings, digest), kept=files),
+        Content(source, layers, lambda digest: _manifest(manifest, settings, digest), kept=files),
         prepared.folder,
         advance,
     )
@@ -119,7 +122,12 @@ def _settings(
     return settings, kept
 
 
-def _require_same_model(prepared: PreparedModel, source: ModelSource) -> None:
+def require_same_model(prepared: PreparedModel, source: ModelSource) -> None:
+    """Refuse a model that ``prepared`` was not made of, by its dimensions and embedding.
+
+    Raises:
+        InputError: it is another.
+    """
     if source.config != prepared.config or not torch.equal(source.embedding().half().float(), prepared.embedding()):
         raise InputError(
             "the unquantized model",

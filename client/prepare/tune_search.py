@@ -86,19 +86,24 @@ class Search:
         return candidate, True
 
     def confirmed(self, candidate: Candidate, confirm: Timer) -> tuple[Candidate, Timing]:
-        """The largest that fits by ``confirm``, too, of ``candidate`` and what fitted before it was raised so far;
-        more and more is taken back at a time. Selecting nothing always fits.
+        """The largest that fits by ``confirm``, too, of ``candidate``, what fitted on the way to it, and halves.
+
+        If ``candidate`` fits that is one measurement; else about twice as many as the length of the way has digits.
         """
         ladder = [candidate, *self._below(candidate)]
-        index, stride = 0, 1
-        while any(ladder[index].k):
-            timing = confirm(ladder[index])
-            fits = timing.slowdown <= self.slowdown
-            self._confirmations.append(Trial(ladder[index], timing, fits, confirming=True))
+        # Selecting nothing, the last, always fits. More and more is taken back, then some of it given again.
+        failed, fitting, stride, timing = -1, len(ladder) - 1, 1, self._nothing()
+        index = 0
+        while fitting - failed > 1:
+            longer = confirm(ladder[index])
+            fits = longer.slowdown <= self.slowdown
+            self._confirmations.append(Trial(ladder[index], longer, fits, confirming=True))
             if fits:
-                return ladder[index], timing
-            index, stride = min(index + stride, len(ladder) - 1), 2 * stride
-        return ladder[index], self._nothing()
+                fitting, timing = index, longer
+            else:
+                failed, stride = index, 2 * stride
+            index = failed + stride // 2 if failed + stride // 2 < fitting else (failed + fitting) // 2
+        return ladder[fitting], timing
 
     def timing(self, candidate: Candidate) -> Timing:
         """Of a candidate that was given out."""
@@ -132,11 +137,17 @@ class Search:
         return Timing(seconds, seconds, 0.0)
 
     def _below(self, candidate: Candidate) -> list[Candidate]:
-        """What fitted and selects less than ``candidate`` in no set more, the largest first; nothing at the end."""
+        """What fitted and selects no more than ``candidate`` of any set, the largest first; then halves of the smallest
+        down to nothing.
+        """
         fitting = [trial.candidate for trial in self._trials.values() if trial.fits]
-        smaller = [one for one in fitting if _within(one, candidate)]
-        smaller.sort(key=lambda one: sum(one.k), reverse=True)
-        return [*smaller, common(0, candidate.shift, candidate.mlp)]
+        below = [one for one in fitting if _within(one, candidate)]
+        below.sort(key=lambda one: sum(one.k), reverse=True)
+        smallest = below[-1] if below else candidate
+        while any(smallest.k):
+            smallest = replace(smallest, k=tuple(k // 2 for k in smallest.k))
+            below.append(smallest)
+        return below
 
 
 def _within(one: Candidate, other: Candidate) -> bool:

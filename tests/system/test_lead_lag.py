@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from strataflux.cache_policy.miss import Skip, Wait
-from strataflux.client.evaluate.dense import DenseModel, dense_logits
+from strataflux.client.evaluate.dense import dense_logits
+from strataflux.client.evaluate.dense_run import refined_dense
 from strataflux.client.prepare.candidates import Candidate
 from strataflux.client.prepare.prepared import PreparedModel, open_prepared
-from strataflux.client.prepare.refinement import read_refinement
 from strataflux.client.prepare.settings import PrepareSettings
 from strataflux.client.prepare.write import prepare
 from strataflux.client.refined import RefinedModel
@@ -26,22 +26,23 @@ pytestmark = pytest.mark.system
 TOKENS = [5, 80, 3, 200, 17, 1, 9, 30]
 # Of the outputs' 128 inputs 24: at the first token heads that share a value are equal, so an odd number would leave the
 # choice within a pair to whoever selects.
-CHOSEN = Candidate((64, 192, 96, 128), (1.5, 0.5, 1.0, 2.0))
+CHANNELS = Candidate((64, 192, 96, 128), (1.5, 0.5, 1.0, 2.0))
+BUNDLES = Candidate((64, 192, 0, 128), (1.5, 0.5, 0.0, 2.0), "bundles")
 
 
-@pytest.fixture
-def prepared(tmp_path: Path) -> PreparedModel:
+def prepare_tuned(folder: Path, chosen: Candidate) -> PreparedModel:
     source = tiny_source()
     deeper = replace(source, config=replace(source.config, layers=4))
-    made = prepare(deeper, tmp_path / "prepared", PrepareSettings())
-    keep(made, CHOSEN)
+    made = prepare(deeper, folder, PrepareSettings(mlp="both"))
+    keep(made, chosen)
     return open_prepared(made.folder)
 
 
-def test_with_waiting_it_is_the_whole_sequence(start: Start, prepared: PreparedModel) -> None:
+@pytest.mark.parametrize("chosen", [CHANNELS, BUNDLES], ids=["channels", "bundles"])
+def test_with_waiting_it_is_the_whole_sequence(start: Start, tmp_path: Path, chosen: Candidate) -> None:
+    prepared = prepare_tuned(tmp_path / "prepared", chosen)
     weights = DecoderWeights.read(prepared)
-    whole = DenseModel(weights, list(read_refinement(prepared)), CHOSEN.budgets(), shift=CHOSEN.shifts())
-    expected = dense_logits(whole, TOKENS)
+    expected = dense_logits(refined_dense(prepared, weights), TOKENS)
     daemon = start("--store", str(prepared.store))
     daemon.expect(b"READY=1")
     options = {"context": len(TOKENS), "runtime_dir": daemon.folder}
@@ -52,9 +53,10 @@ def test_with_waiting_it_is_the_whole_sequence(start: Start, prepared: PreparedM
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert stats.deadlines_exceeded == 0
     assert 0 < stats.hits < stats.lookups
-    assert session.client == "strataflux shift=1.5,0.5,1,2"
-    base = torch.stack([Decoder(weights, len(TOKENS)).step(token) for token in TOKENS[:1]])
-    assert not torch.allclose(found[:1], base, atol=1e-2)
+    assert session.client.startswith(f"strataflux shift={','.join(f'{blocks:g}' for blocks in chosen.shift)}")
+    assert ("mlp=bundles" in session.client) == (chosen is BUNDLES)
+    base = Decoder(weights, len(TOKENS)).step(TOKENS[0])
+    assert not torch.allclose(found[0], base, atol=1e-2)
 
     # All of it is in the cache now: skipping finds it.
     with RefinedModel.attach(prepared, weights, miss=Skip(), **options) as model:  # type: ignore[arg-type]

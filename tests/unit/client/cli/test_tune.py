@@ -5,12 +5,17 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
+import torch
 
 from strataflux.client import tune_run, tuning
 from strataflux.client.prepare.candidates import Candidate, Timing
 from strataflux.client.prepare.prepared import PreparedModel, open_prepared
+from strataflux.client.prepare.settings import FitSettings, PrepareSettings
+from strataflux.client.prepare.source import open_source
 from strataflux.client.prepare.verify import verify_prepared
+from strataflux.client.prepare.write import prepare
 from strataflux.client.runtime.models import SETS, DecoderWeights
+from strataflux.client.schemes import stored_budgets
 from strataflux.client.tune_run import TuneSettings, search_space
 from strataflux.client.tuning import selection_of
 from strataflux.client.weights import WeightRefiner
@@ -54,6 +59,17 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def fitted(tmp_path: Path, tiny_gguf: Path) -> PreparedModel:
+    """Fitted for k = 32 and two rungs, with records for both ways to refine the MLP."""
+    return prepare(open_source(tiny_gguf), tmp_path / "fitted", fitting(ladder=(8, 128)))
+
+
+def fitting(**changes: Any) -> PrepareSettings:
+    tokens = torch.randint(0, 256, (8, 16), generator=torch.Generator().manual_seed(0))
+    return PrepareSettings(fit=FitSettings(), tokens=tokens, mlp="both", **changes)
+
+
+@pytest.fixture
 def no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_run, "PrivateDaemon", NoDaemon)
     monkeypatch.setattr(tune_run, "DecodeTimer", Machine)
@@ -81,6 +97,40 @@ def test_budgets_are_found_listed_and_kept(
     verify_prepared(kept)
 
 
+def test_what_was_fitted_is_fitted_anew_at_the_budgets_that_were_found(
+    fitted: PreparedModel, tiny_gguf: Path, text: Path, no_machine: None, run: Run
+) -> None:
+    before = fitted.manifest.digest
+    said = run("tune", fitted.folder, "--reference", tiny_gguf, "--text", text, "--slowdown", "20%", "--json")
+    assert said.code == 0, said.err
+    found = said.json()
+    assert {trial["mlp_scheme"] for trial in found["candidates"]} == {"channels", "bundles"}
+    assert found["refitted"]
+    kept = open_prepared(fitted.folder)
+    assert kept.manifest.digest != before
+    assert (dict(kept.manifest.k), kept.manifest.mlp_scheme) == (found["k"], found["mlp_scheme"])
+    wanted = stored_budgets(found["k"], found["mlp_scheme"], kept.sets)
+    assert kept.fitted_budgets == wanted
+    assert found["kl_stored"] != found["kl"]
+    verify_prepared(kept)
+
+    # What is fitted for its budgets already is left alone.
+    again = run("tune", fitted.folder, "--reference", tiny_gguf, "--text", text, "--slowdown", "20%", "--json").json()
+    assert again["k"] == found["k"]
+    assert not again["refitted"]
+    assert open_prepared(fitted.folder).manifest.digest == kept.manifest.digest
+
+
+def test_fitted_values_without_a_ladder_are_refused(
+    tmp_path: Path, tiny_source: Any, tiny_gguf: Path, text: Path, run: Run
+) -> None:
+    alone = prepare(tiny_source, tmp_path / "alone", fitting())
+    said = run("tune", alone.folder, "--reference", tiny_gguf, "--text", text)
+    assert said.code == 2
+    assert "qkv 32" in said.err
+    assert "--ladder auto" in said.err
+
+
 @pytest.mark.parametrize("options", [("--platform", "dedicated"), ("--miss", "wait:20")])
 def test_shifts_are_searched_where_something_waits(
     options: tuple[str, ...], tiny_prepared: PreparedModel, tiny_gguf: Path, text: Path, no_machine: None, run: Run
@@ -101,7 +151,7 @@ def test_a_person_reads_a_table(
     said = run("tune", tiny_prepared.folder, "--reference", tiny_gguf, "--text", text, "--tokens", 8)
     assert "chosen" in said.out
     assert "too slow" in said.out
-    assert "% slower and KL 0." in said.out
+    assert "% slower, and KL 0." in said.out
 
 
 def test_time_that_is_up_is_told(
