@@ -33,6 +33,7 @@ _UsageError: Final = next(base for base in typer.BadParameter.__mro__ if base.__
 
 COMMANDS: tuple[str, ...] = (
     "demo",
+    "explain",
     "prepare",
     "tune",
     "eval",
