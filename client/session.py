@@ -293,24 +293,27 @@ class Session:
         return hits
 
     def _wait(self, table: int, oids: _Ids, scores: _Scores, addresses: _Addresses, hits: int, seconds: float) -> int:
-        if not seconds or hits == oids.size or not self._worth_waiting(table, oids):
-            return hits
         started = time.monotonic_ns()
         deadline = started + int(seconds * 1e9)
-        while True:
-            self._sleep_outside(table, oids, deadline)
+        waited = late = False
+        while seconds and hits < oids.size and not late and self._filling():
+            # Asked before the look-up: what comes between the two is found by it, and the rest never comes.
+            complete = directory.absent_count(self._block, table, oids) == 0
+            if not complete:
+                self._sleep_outside(table, oids, deadline)
+                waited, late = True, time.monotonic_ns() >= deadline
             hits = self._look_up(table, oids, scores, addresses, again=True)
-            late = time.monotonic_ns() >= deadline
-            if hits == oids.size or late or not self._worth_waiting(table, oids):
+            if complete:
                 break
-        self._block[attach_block.WAITS] += np.uint64(1)
-        self._block[attach_block.WAIT_NANOSECONDS] += np.uint64(time.monotonic_ns() - started)
-        self._block[attach_block.DEADLINES_EXCEEDED] += np.uint64(late and hits < oids.size)
+        if waited:
+            self._block[attach_block.WAITS] += np.uint64(1)
+            self._block[attach_block.WAIT_NANOSECONDS] += np.uint64(time.monotonic_ns() - started)
+            self._block[attach_block.DEADLINES_EXCEEDED] += np.uint64(late and hits < oids.size)
         return hits
 
-    def _worth_waiting(self, table: int, oids: NDArray[np.int64]) -> bool:
-        enabled = self._attachment.filling and bool(self._block[attach_block.ENABLED])
-        return enabled and directory.absent_count(self._block, table, oids) > 0
+    def _filling(self) -> bool:
+        """Somebody fills what is absent."""
+        return self._attachment.filling and bool(self._block[attach_block.ENABLED])
 
     def _sleep_outside(self, table: int, oids: NDArray[np.int64], deadline: int) -> None:
         """End the step, sleep until nothing of ``oids`` is absent, for a nap at most, and begin another."""
