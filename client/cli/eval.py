@@ -29,6 +29,7 @@ from strataflux.client.cli.options import (
     WeightCacheOption,
     parse_cache,
     parse_miss,
+    refined_by,
 )
 from strataflux.client.cli.output import Output, progress
 from strataflux.client.errors import MisuseError
@@ -108,7 +109,7 @@ def _command(
     policy, cache_bytes = parse_miss(miss), model.cache_bytes(weight_cache)
     chosen = _windows(model.prepared, text, tokens, windows)
     found = _through_daemon(model, chosen, k, policy, cache_bytes, runtime_dir)
-    settings = {"tokens": tokens, "windows": windows, **_refined_by(model.prepared, k), "miss": str(policy)}
+    settings = {"tokens": tokens, "windows": windows, **refined_by(model.prepared.manifest, k), "miss": str(policy)}
     _show(Output(as_json), found, settings)
 
 
@@ -135,11 +136,6 @@ class _Model:
         from strataflux.client.schemes import store_slot_bytes
 
         return parse_cache(asked or _DEFAULT_CACHE, store_slot_bytes(self.prepared.config, self.prepared.sets))
-
-
-def _refined_by(prepared: "PreparedModel", k: int | None) -> dict[str, object]:
-    manifest = prepared.manifest
-    return {"k": manifest.k if k is None else k, "shift": manifest.shift, "mlp_scheme": manifest.mlp_scheme}
 
 
 def _through_daemon(
@@ -198,7 +194,7 @@ def _dense(output: Output, model: _Model, windows: list[list[int]], k: int | Non
             "bits_per_weight": prepared.bits_per_weight,
             "tokens": len(windows[0]) - 1,
             "windows": len(windows),
-            **_refined_by(prepared, k),
+            **refined_by(prepared.manifest, k),
             "dense": True,
         }
     )

@@ -2,13 +2,16 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from strataflux.cache_policy.errors import MissPolicyError
 from strataflux.cache_policy.miss import MissPolicy, parse_miss_policy
 from strataflux.client.errors import MisuseError
+
+if TYPE_CHECKING:
+    from strataflux.client.prepare.prepared import Manifest
 
 __all__ = [
     "ChannelsOption",
@@ -19,6 +22,7 @@ __all__ = [
     "WeightCacheOption",
     "parse_cache",
     "parse_miss",
+    "refined_by",
 ]
 
 _UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -71,3 +75,8 @@ def parse_miss(text: str) -> MissPolicy:
         return parse_miss_policy(text)
     except MissPolicyError as error:
         raise MisuseError("--miss", repr(text), "skip, or wait:MS with 0 < MS <= 60000", str(error)) from error
+
+
+def refined_by(manifest: "Manifest", k: int | None) -> dict[str, object]:
+    """What a result says of how a prepared model was refined, with ``k`` as it was asked for."""
+    return {"k": manifest.k if k is None else k, "shift": manifest.shift, "mlp_scheme": manifest.mlp_scheme}
