@@ -1,0 +1,66 @@
+"""What a step asks of attention, and the cache that keeps keys and values in float16."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from strataflux.client.errors import MisuseError
+from strataflux.client.runtime.models import ModelConfig
+from strataflux.kernels.gpu.attention import HEAD_DIMS, MAX_GROUP, AttentionScratch, attend
+
+__all__ = ["Attention", "HalfCache"]
+
+_POSITIONS_A_SPLIT = 256
+_MOST_SPLITS = 16
+
+
+class Attention(Protocol):
+    """Keys and values of one sequence, and attention to them; all of it in device memory that never moves."""
+
+    context: int
+    """Positions there is room for."""
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, position: Tensor, out: Tensor, *, early: bool
+    ) -> None:
+        """Take this position's ``keys`` and ``values`` [kv_heads, head_dim] and let ``queries`` [heads, head_dim]
+        attend to all positions so far, into ``out`` [heads · head_dim]. All float16 but ``out``, turned by position.
+
+        ``position`` [1] int32 is read on the device: one captured launch serves all. Queued on the current stream; it
+        may start ``early``, while the kernel before still runs.
+        """
+
+
+class HalfCache:
+    """Keeps everything in float16."""
+
+    def __init__(self, config: ModelConfig, context: int, device: torch.device) -> None:
+        """Allocate ``context`` positions.
+
+        Raises:
+            MisuseError: this model's heads have no kernel.
+        """
+        group = config.heads // config.kv_heads
+        if config.head_dim not in HEAD_DIMS or group > MAX_GROUP:
+            found = f"head_dim {config.head_dim}, {group} query heads for a key head"
+            expected = f"head_dim of {', '.join(map(str, HEAD_DIMS))} and at most {MAX_GROUP}"
+            raise MisuseError("attention on a GPU", found, expected, "use --device cpu")
+        shape = (config.layers, config.kv_heads, context, config.head_dim)
+        splits = min(_MOST_SPLITS, -(-context // _POSITIONS_A_SPLIT))
+        self.context = context
+        self._keys = torch.zeros(shape, dtype=torch.float16, device=device)
+        self._values = torch.zeros_like(self._keys)
+        self._scratch = AttentionScratch(config.kv_heads, config.head_dim, splits, device)
+
+    @staticmethod
+    def bytes_for(config: ModelConfig, context: int) -> int:
+        """Device memory of a cache of ``context`` positions."""
+        return 4 * config.layers * config.kv_heads * config.head_dim * context
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, position: Tensor, out: Tensor, *, early: bool
+    ) -> None:
+        """As :class:`Attention`."""
+        past = self._keys[layer], self._values[layer]
+        attend(queries, keys, values, *past, position, out, self._scratch, early=early)

@@ -1,0 +1,31 @@
+"""The device's step runs through Triton's interpreter where there is no GPU."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are decorated: before any module that has one is imported
+
+from strataflux.client.prepare.prepared import PreparedModel
+from strataflux.client.prepare.settings import PrepareSettings
+from strataflux.client.prepare.write import prepare
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of models that the tests of this folder share: preparing one takes longer than decoding with it."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def prepared(folder: Path, tiny_source: Any) -> PreparedModel:
+    """Three layers, so that records are fetched beyond the next one."""
+    from strataflux.client.prepare.prepared import open_prepared
+
+    if not (folder / "llama").exists():
+        prepare(tiny_source.with_config(layers=3, intermediate=256), folder / "llama", PrepareSettings())
+    return open_prepared(folder / "llama")
