@@ -133,9 +133,13 @@ class RefinedModel:
         self.steps += 1
         return logits
 
-    def reset(self) -> None:
-        """Begin another sequence. What is resident stays so."""
-        self._decoder.reset()
+    def reset(self, position: int = 0) -> None:
+        """Forget all tokens from ``position`` on; 0 begins another sequence. What is resident stays so.
+
+        Raises:
+            MisuseError: as :meth:`Decoder.reset`.
+        """
+        self._decoder.reset(position)
 
     def stats(self) -> SessionStats:
         """Counts and state of the session."""

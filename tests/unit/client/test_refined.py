@@ -77,6 +77,16 @@ def test_reset_begins_another_sequence(prepared: PreparedModel, daemon: FakeDaem
         assert all(torch.equal(model.step(token), y) for token, y in zip(TOKENS, first, strict=True))
 
 
+def test_reset_goes_back_as_far_as_it_is_told(prepared: PreparedModel, daemon: FakeDaemon) -> None:
+    publish_all(daemon)
+    with attach(prepared, daemon) as model:
+        first = [model.step(token) for token in TOKENS]
+        model.reset(2)
+        assert all(torch.equal(model.step(token), y) for token, y in zip(TOKENS[2:], first[2:], strict=True))
+        with pytest.raises(MisuseError, match="position 5; expected 0 to 4"):
+            model.reset(5)
+
+
 def test_sequences_of_one_session_take_turns(prepared: PreparedModel, daemon: FakeDaemon) -> None:
     publish_all(daemon)
     with attach(prepared, daemon) as model:
