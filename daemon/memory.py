@@ -15,6 +15,8 @@ from strataflux.daemon.values import size_text
 __all__ = ["Available", "available_memory", "require_memory"]
 
 _CGROUP_LINE: Final = re.compile(r"^0::(/.*)$", re.MULTILINE)
+_RECLAIMABLE: Final = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
+"""Of v1 the last such line is meant, which counts groups below it as well."""
 _V1_LINE: Final = re.compile(r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:(/.*)$", re.MULTILINE)
 
 
@@ -59,7 +61,11 @@ def _meminfo(root: Path) -> Available | None:
 
 
 def _cgroups(root: Path) -> list[Available]:
-    """One entry for each cgroup from this process' own up to the root that has a limit."""
+    """One entry for each cgroup from this process' own up to the root that has a limit.
+
+    File pages that were not used lately count as free: the kernel takes them when it needs them, and without that
+    a store that is read through the page cache would look like memory that is short.
+    """
     own = _text(root / "proc/self/cgroup")
     if match := _V1_LINE.search(own):
         base, limit, usage = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
@@ -72,8 +78,15 @@ def _cgroups(root: Path) -> list[Available]:
     for group in (folder, *folder.parents) if folder.parts else (folder,):
         maximum, current = (_text(root / base / group / name).strip() for name in (limit, usage))
         if maximum.isdecimal() and current.isdecimal():
-            found.append(Available(max(0, int(maximum) - int(current)), f"/{base}/{group}/{limit}"))
+            used = int(current) - _reclaimable(_text(root / base / group / "memory.stat"))
+            found.append(Available(max(0, int(maximum) - used), f"/{base}/{group}/{limit}"))
     return found
+
+
+def _reclaimable(stat: str) -> int:
+    """Bytes of inactive file pages by a group's memory.stat."""
+    found = _RECLAIMABLE.findall(stat)
+    return int(found[-1]) if found else 0
 
 
 def _text(path: Path) -> str:

@@ -56,6 +56,25 @@ def test_the_first_version_of_cgroups_counts(machine: Path) -> None:
     assert available_memory(machine) == Available(64 * MIB, "/sys/fs/cgroup/memory/m/memory.limit_in_bytes")
 
 
+@pytest.mark.parametrize(
+    ("line", "files", "stat"),
+    [
+        ("0::/m\n", ("sys/fs/cgroup/m/memory.max", "sys/fs/cgroup/m/memory.current"), "anon 1\ninactive_file {}\n"),
+        (
+            "4:memory:/m\n",
+            ("sys/fs/cgroup/memory/m/memory.limit_in_bytes", "sys/fs/cgroup/memory/m/memory.usage_in_bytes"),
+            "inactive_file 7\nactive_file 9\ntotal_inactive_file {}\ntotal_active_file 1\n",
+        ),
+    ],
+)
+def test_file_pages_that_nobody_uses_are_free(machine: Path, line: str, files: tuple[str, str], stat: str) -> None:
+    put(machine, "proc/self/cgroup", line)
+    put(machine, files[0], f"{100 * MIB}\n")
+    put(machine, files[1], f"{90 * MIB}\n")
+    put(machine, str(Path(files[0]).with_name("memory.stat")), stat.format(60 * MIB))
+    assert available_memory(machine) == Available(70 * MIB, f"/{files[0]}")
+
+
 def test_a_system_that_says_nothing(tmp_path: Path) -> None:
     assert available_memory(tmp_path) is None
     require_memory(1 << 60, 1 << 60, None)
