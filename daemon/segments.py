@@ -8,7 +8,9 @@ exceeds the budget it started with.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import numba
 import numpy as np
 
 from strataflux.cache_policy import budget
@@ -48,6 +50,9 @@ class SegmentPool:
     """The segments of one tier. Pairs: :meth:`begin` / :meth:`finish`, and the release as a whole / :meth:`grow`."""
 
     def __init__(self, tier: Tier) -> None:
+        # When memory is short there may be none left to compile, or even to load, what gives some back: now, then.
+        dispatcher: Any = drain_segment
+        dispatcher.compile((numba.typeof(tier.core), numba.int64))  # type: ignore[no-untyped-call]
         # reader thread only
         self._tier = tier
         self._released: list[_Place] = []
