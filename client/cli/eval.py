@@ -30,6 +30,7 @@ from strataflux.client.cli.options import (
     parse_cache,
     parse_miss,
     refined_by,
+    spoken_refinement,
 )
 from strataflux.client.cli.output import Output, progress
 from strataflux.client.errors import MisuseError
@@ -110,7 +111,7 @@ def _command(
     chosen = _windows(model.prepared, text, tokens, windows)
     found = _through_daemon(model, chosen, k, policy, cache_bytes, runtime_dir)
     settings = {"tokens": tokens, "windows": windows, **refined_by(model.prepared.manifest, k), "miss": str(policy)}
-    _show(Output(as_json), found, settings)
+    _show(Output(as_json), found, settings, spoken_refinement(model.prepared.manifest, k))
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,7 @@ def _dense(output: Output, model: _Model, windows: list[list[int]], k: int | Non
     with progress("scoring windows", len(windows)) as advance:
         rows = evaluate_dense(prepared, exact, windows, k=k, device=device, on_window=advance)
     output.print(comparison_table(rows))
+    output.print(spoken_refinement(prepared.manifest, k))
     if exact is None:
         output.print("no --reference was given: perplexity only")
     output.result(
@@ -207,12 +209,13 @@ def _read(source: Path) -> "DecoderWeights":
     return DecoderWeights.read(open_source(source))
 
 
-def _show(output: Output, found: "Evaluation", settings: dict[str, object]) -> None:
+def _show(output: Output, found: "Evaluation", settings: dict[str, object], refinement: str) -> None:
     from strataflux.client.cli.table import comparison_table
 
     rows = {"reference": found.reference, "base": found.base, "refined": found.refined}
     present = {name: row for name, row in rows.items() if row is not None}
     output.print(comparison_table(present))
+    output.print(refinement)
     output.print(f"engine {found.session.engine}, {found.session.direct_io} reads; bytes read by the daemon's count")
     if found.reference is None:
         output.print("no --reference was given: perplexity only")

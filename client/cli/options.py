@@ -23,6 +23,7 @@ __all__ = [
     "parse_cache",
     "parse_miss",
     "refined_by",
+    "spoken_refinement",
 ]
 
 _UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -80,3 +81,10 @@ def parse_miss(text: str) -> MissPolicy:
 def refined_by(manifest: "Manifest", k: int | None) -> dict[str, object]:
     """What a result says of how a prepared model was refined, with ``k`` as it was asked for."""
     return {"k": manifest.k if k is None else k, "shift": manifest.shift, "mlp_scheme": manifest.mlp_scheme}
+
+
+def spoken_refinement(manifest: "Manifest", k: int | None) -> str:
+    """The same for a person, on one line."""
+    budgets = f"{k}" if k is not None else ", ".join(f"{name} {budget}" for name, budget in manifest.k.items())
+    blocks = ", ".join(f"{name} {one:g}" for name, one in manifest.shift.items() if one)
+    return f"refined with k = {budgets}; blocks of lead and lag: {blocks or 'none'}; MLP by {manifest.mlp_scheme}"

@@ -80,6 +80,8 @@ def test_what_tuning_kept_is_what_is_scored_and_told(
     shifted = run("eval", tiny_prepared.folder, *options).json()
     assert shifted["shift"] == {"qkv": 0.5, "o": 1.0, "gate_up": 0.0, "down": 2.0}
     assert shifted["k"] == {"qkv": 128, "o": 64, "gate_up": 128, "down": 32}
+    said = run("eval", tiny_prepared.folder, *options[:-1])
+    assert "k = qkv 128, o 64, gate_up 128, down 32; blocks of lead and lag: qkv 0.5, o 1, down 2; MLP by" in said.out
     keep(tiny_prepared, Candidate((128, 64, 128, 32)))
     still = run("eval", tiny_prepared.folder, *options).json()
     assert still["refined"]["ppl"] != shifted["refined"]["ppl"]
