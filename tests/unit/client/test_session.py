@@ -8,10 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from strataflux.cache_policy.miss import MissPolicy, Skip, Wait
-from strataflux.client import attach_block, directory
 from strataflux.client.errors import DaemonUnavailableError, MisuseError, RefusedError
 from strataflux.client.keeper import Event
 from strataflux.client.session import ATTACHED, DETACHED, REATTACHING, Session
@@ -317,22 +315,6 @@ def test_waiting_brings_everything(daemon: FakeDaemon, connect: Connect) -> None
     assert stats.wait_nanoseconds > 0
     assert daemon.word(0, "step_begun") == 2
     assert daemon.word(0, "awaiting") == 0
-
-
-def test_what_comes_just_after_the_look_up_is_not_missed(
-    daemon: FakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A record that is filled between the look-up and the question whether to wait is there, and is returned."""
-    client = connect(Wait(60.0))
-    count = directory.absent_count
-
-    def late(block: attach_block.Block, table: int, oids: NDArray[np.int64]) -> int:
-        daemon.publish(0, 2)
-        return count(block, table, oids)
-
-    monkeypatch.setattr("strataflux.client.directory.absent_count", late)
-    assert client.read(2) == [record_bytes(client.manifest, 2)]
-    assert client.session.stats().waits == 0
 
 
 def test_waiting_ends_at_the_deadline(daemon: FakeDaemon, connect: Connect) -> None:

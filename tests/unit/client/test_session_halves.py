@@ -1,4 +1,4 @@
-"""A look-up in two halves against a fake daemon: asked for early, collected when it is needed."""
+"""Look-ups that do not find all at once, against a fake daemon: in two halves, or with records that come meanwhile."""
 
 import ctypes
 from collections.abc import Iterator
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from strataflux.cache_policy.miss import MissPolicy, Skip, Wait
+from strataflux.client import attach_block, directory
 from strataflux.client.errors import MisuseError
 from strataflux.client.session import Session
 from strataflux.proto.store_format import StoreManifest
@@ -69,3 +71,23 @@ def test_both_halves_are_within_a_step(tmp_path: Path, daemon: FakeDaemon, manif
         for half in (session.ask, session.collect):
             with pytest.raises(MisuseError, match="no open step"):
                 half(0, OIDS, SCORES, np.zeros(3, np.uint64))
+
+
+def test_what_comes_just_after_the_look_up_is_not_missed(
+    tmp_path: Path, daemon: FakeDaemon, manifest: StoreManifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record that is filled between the look-up and the question whether to wait is there, and is returned."""
+    count = directory.absent_count
+
+    def late(block: attach_block.Block, table: int, oids: NDArray[np.int64]) -> int:
+        daemon.publish(0, *OIDS.tolist())
+        return count(block, table, oids)
+
+    monkeypatch.setattr("strataflux.client.directory.absent_count", late)
+    addresses = np.zeros(3, np.uint64)
+    with attach(tmp_path, manifest, Wait(60.0)) as session:
+        with session.step():
+            assert session.lookup(0, OIDS, SCORES, addresses) == 3
+            found = [ctypes.string_at(int(one), 480) for one in addresses]
+        assert found == [record_bytes(manifest, oid) for oid in OIDS.tolist()]
+        assert session.stats().waits == 0
