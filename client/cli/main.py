@@ -44,6 +44,7 @@ COMMANDS: tuple[str, ...] = (
     "install_service",
     "status",
     "top",
+    "dashboard",
     "doctor",
     "store",
 )

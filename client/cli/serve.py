@@ -121,8 +121,9 @@ def _serve(
     from strataflux.client.serve.app import Service, make_app
     from strataflux.client.serve.engine import Engine, Limits
     from strataflux.client.serve.guard import is_loopback
+    from strataflux.client.serve.listen import address_of, listen
     from strataflux.client.serve.model import ServedModel
-    from strataflux.client.serve.server import address_of, listen, run
+    from strataflux.client.serve.server import run
 
     with listen(settings.host, settings.port) as bound:  # first: a port in use is told before a model is read
         with progress("reading the model"):

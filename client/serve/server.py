@@ -1,55 +1,19 @@
-"""Listen, serve, and stop: the life of the server's process around its application."""
+"""Serve and stop: the life of the server's process around its application."""
 
 import asyncio
-import os
 import socket
 from collections.abc import Callable
 
 import uvicorn
 from starlette.applications import Starlette
 
-from strataflux.client.errors import MisuseError
 from strataflux.client.serve.engine import Engine
 
-__all__ = ["address_of", "listen", "run"]
+__all__ = ["run"]
 
-_BACKLOG = 128
 _CONNECTIONS = 256
 _LAST_SECONDS = 5
 """After the engine stopped: for answers to leave."""
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound to ``host`` and ``port`` (0: any that is free).
-
-    Raises:
-        MisuseError: there is no such address here, or the port is in use or not allowed.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-            bound.listen(_BACKLOG)
-        except OSError:
-            bound.close()
-            raise
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise MisuseError(
-            "--host and --port",
-            f"{host}:{port} ({reason})",
-            "an address of this machine with a free port",
-            "choose another --port, or stop what listens there",
-        ) from error
-    return bound
-
-
-def address_of(bound: socket.socket) -> str:
-    """Where to find it: ``http://127.0.0.1:8000``."""
-    host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run(app: Starlette, engine: Engine, bound: socket.socket, ready: Callable[[], object]) -> None:
