@@ -57,6 +57,8 @@ class Budget:
     """Blocks of fetch lead or lag of each set."""
     programs: int = 64
     """Programs that fetch ahead, or refine: the more, the fuller the link and the fewer are left to projections."""
+    ordered: bool = False
+    """Add each output's records in list order: equal lists give equal bits, and the link is filled less well."""
 
     def __post_init__(self) -> None:
         budgets_by_set(self.k, "channels")
@@ -173,7 +175,7 @@ class Refinement:
         target, state = self._target(layer, number)
         scales = self._model.layers[layer].scales
         assert scales is not None
-        plan = _plan(self._shapes[number][0], self._budget.programs, here=ahead)
+        plan = _plan(self._shapes[number][0], self._budget, here=ahead)
         self._lanes.run(lane, lambda _: refine(target, x, selection, scales[number], plan))
         done = self._lanes.mark(lane)
         if number in READERS:
@@ -249,11 +251,15 @@ def _norm(state: Tensor, weight: Tensor, ranks: Tensor, epsilon: float, early: b
     add_norm(state, None, None, weight, None, ranks, epsilon, early=early)
 
 
-def _plan(outputs: int, programs: int, *, here: bool) -> RefinePlan:
-    """How refinement is spread: over ``programs`` from host memory, over the whole device where the records are here.
+def _plan(outputs: int, budget: Budget, *, here: bool) -> RefinePlan:
+    """How refinement is spread: a few programs read host memory, the whole device what is here already.
 
-    One program adds an output's records, in list order: equal lists give equal bits.
+    The plans are those that did best at the sizes of Llama-3.1-8B's sets (docs/PERFORMANCE.md): with fewer outputs
+    several programs share an output's records, or else too few of them would be in flight.
     """
+    wide = outputs >= 16384
     if here:
-        return RefinePlan(4096, 32, 8 if outputs < 16384 else 32, 1, 4)
-    return RefinePlan(programs, 32, 32, 1, 4) if outputs >= 16384 else RefinePlan(programs, 64, 16, 1, 8)
+        return RefinePlan(4096, 32, 32 if wide else 8, 1, 4)
+    if budget.ordered and not wide:
+        return RefinePlan(budget.programs, 64, 32, 1, 8)
+    return RefinePlan(budget.programs, 32, 32, 1 if wide else 4, 4)
