@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from strataflux.client.cli.bench_gpu import decode, kernels
 from strataflux.client.cli.output import Output, progress
 
 __all__ = ["fill", "lookup", "put", "register"]
@@ -96,4 +97,6 @@ def register(app: typer.Typer) -> None:
     bench.command()(lookup)
     bench.command()(fill)
     bench.command()(put)
+    bench.command()(decode)
+    bench.command()(kernels)
     app.add_typer(bench, name="bench")
