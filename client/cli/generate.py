@@ -2,10 +2,11 @@
 
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from strataflux.cache_policy.miss import Skip
 from strataflux.client.cli.options import (
     ChannelsOption,
     JsonOption,
@@ -13,16 +14,21 @@ from strataflux.client.cli.options import (
     PreparedArgument,
     RuntimeDirOption,
     parse_miss,
+    refined_by,
 )
 from strataflux.client.cli.output import Output, print_note, progress
-from strataflux.client.errors import DaemonUnavailableError, RefusedError
+from strataflux.client.errors import DaemonUnavailableError, MisuseError, RefusedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from tokenizers import Tokenizer
 
     from strataflux.cache_policy.miss import MissPolicy
     from strataflux.client.prepare.prepared import PreparedModel
     from strataflux.client.refined import RefinedModel
+    from strataflux.client.runtime.generation import Sampling
     from strataflux.client.runtime.models import DecoderWeights
 
 __all__ = ["register"]
@@ -41,6 +47,10 @@ def _command(
     require_daemon: Annotated[
         bool, typer.Option("--require-daemon", help="Fail when no daemon serves this model, not go on unrefined.")
     ] = False,
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    platform: Annotated[
+        str, typer.Option("--platform", help="With cuda: unified (a daemon's cache) or dedicated (all records pinned).")
+    ] = "unified",
     as_json: JsonOption = False,
 ) -> None:
     """Go on from a prompt, as a stream of text.
@@ -48,44 +58,77 @@ def _command(
     Without a daemon that serves this model the text is that of the low-bit weights alone, and a note says so.
     """
     from strataflux.client.prepare.prepared import open_prepared
-    from strataflux.client.runtime.decoder import Decoder
-    from strataflux.client.runtime.generation import Sampling, generate_tokens, special_tokens, text_pieces
-    from strataflux.client.runtime.models import DecoderWeights
-    from strataflux.client.runtime.threads import decoding_threads
+    from strataflux.client.runtime.generation import Sampling
 
+    if device not in ("cpu", "cuda"):
+        raise MisuseError("--device", repr(device), "cpu or cuda", "choose one")
     output = Output(as_json)
     sampling, policy = Sampling(temperature, top_p, seed), parse_miss(miss)
     prepared = open_prepared(folder)
-    tokenizer = prepared.tokenizer()
-    given = tokenizer.encode(prompt).ids
-    with progress("reading the model"):
-        weights = DecoderWeights.read(prepared)
-    context = len(given) + max_tokens
-    with decoding_threads(), ExitStack() as stack:
-        model = _attach(prepared, weights, context, runtime_dir, k, policy, require_daemon)
-        advance = Decoder(weights, context).step if model is None else stack.enter_context(model).step
-        tokens = generate_tokens(advance, given, max_tokens, sampling, special_tokens(tokenizer))
+    text = _Text(prepared.tokenizer(), prompt, max_tokens, as_json)
+    if device == "cuda":
+        if not isinstance(policy, Skip):
+            raise MisuseError("--miss", miss, "skip", "a captured step waits for nothing; use --device cpu")
+        said = _on_cuda(prepared, text, sampling, k, platform, runtime_dir, require_daemon)
+    else:
+        said = _on_cpu(prepared, text, sampling, k, policy, runtime_dir, require_daemon)
+    output.result(said | refined_by(prepared.manifest, k))
+
+
+class _Text:
+    """What is given, and what comes of it."""
+
+    def __init__(self, tokenizer: "Tokenizer", prompt: str, max_tokens: int, as_json: bool) -> None:
+        from strataflux.client.runtime.generation import special_tokens
+
+        self.given = tokenizer.encode(prompt).ids
+        self.stop = special_tokens(tokenizer)
+        self.max_tokens = max_tokens
+        self._tokenizer, self._silent = tokenizer, as_json
+
+    @property
+    def context(self) -> int:
+        """Positions it takes at most."""
+        return len(self.given) + self.max_tokens
+
+    def tell(self, tokens: "Iterator[int]") -> str:
+        """Write the text of ``tokens`` as it comes, unless it is for JSON; all of it."""
+        from strataflux.client.runtime.generation import text_pieces
+
         pieces = []
-        for piece in text_pieces(tokenizer, tokens):
+        for piece in text_pieces(self._tokenizer, tokens):
             pieces.append(piece)
-            if not as_json:
+            if not self._silent:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
+        if not self._silent:
+            sys.stdout.write("\n")
+        return "".join(pieces)
+
+
+def _on_cpu(
+    prepared: "PreparedModel",
+    text: _Text,
+    sampling: "Sampling",
+    k: int | None,
+    policy: "MissPolicy",
+    runtime_dir: "Path | None",
+    required: bool,
+) -> dict[str, Any]:
+    from strataflux.client.runtime.decoder import Decoder
+    from strataflux.client.runtime.generation import generate_tokens
+    from strataflux.client.runtime.models import DecoderWeights
+    from strataflux.client.runtime.threads import decoding_threads
+
+    with progress("reading the model"):
+        weights = DecoderWeights.read(prepared)
+    with decoding_threads(), ExitStack() as stack:
+        model = _attach(prepared, weights, text.context, runtime_dir, k, policy, required)
+        advance = Decoder(weights, text.context).step if model is None else stack.enter_context(model).step
+        told = text.tell(generate_tokens(advance, text.given, text.max_tokens, sampling, text.stop))
         stats = None if model is None else model.stats()
-    if not as_json:
-        sys.stdout.write("\n")
     hit_rate = stats.hits / stats.lookups if stats and stats.lookups else None
-    manifest = prepared.manifest
-    output.result(
-        {
-            "text": "".join(pieces),
-            "refined": stats is not None,
-            "weight_hit_rate": hit_rate,
-            "k": manifest.k if k is None else k,
-            "shift": manifest.shift,
-            "mlp_scheme": manifest.mlp_scheme,
-        }
-    )
+    return {"text": told, "refined": stats is not None, "weight_hit_rate": hit_rate}
 
 
 def _attach(
@@ -106,6 +149,26 @@ def _attach(
             raise
         print_note(f"not refined: {error.subject}: {error.found}; {error.remedy}")
         return None
+
+
+def _on_cuda(
+    prepared: "PreparedModel",
+    text: _Text,
+    sampling: "Sampling",
+    k: int | None,
+    platform: str,
+    runtime_dir: "Path | None",
+    required: bool,
+) -> dict[str, Any]:
+    from strataflux.client.cli.generate_device import DeviceRun, tokens_on, told_of
+
+    run = DeviceRun(platform, k, runtime_dir, required, text.max_tokens, sampling)
+    with ExitStack() as stack:
+        tokens, decoder = tokens_on(stack, prepared, text.given, run, text.stop)
+        said = {"text": text.tell(tokens)} | told_of(decoder, run)
+    if said["refined"]:
+        print_note(f"{said['weight_hit_rate']:.1%} of records were there ({said['device']}, {said['access']})")
+    return said
 
 
 def register(app: typer.Typer) -> None:
