@@ -126,6 +126,12 @@ def decode(rows: Rows, shape: str, setup: DecodeSetup) -> None:
     bench_decode(SHAPES[shape], setup, CUDA, lambda row: rows.add(f"decode {shape}", row.pop("name"), **row))
 
 
+def kernels(rows: Rows) -> None:
+    """bench kernels, a row at a time."""
+    for row in bench_kernels(SHAPES["llama-3.1-8b"], 16, CUDA):
+        rows.add("kernels", row.pop("name"), **row)
+
+
 def programs(rows: Rows) -> None:
     """How many programs should read over the link while projections run, and what early starts are worth."""
     config = SHAPES["llama-3.1-8b"]
@@ -263,8 +269,7 @@ def main() -> None:
         "decode": lambda: decode(rows, "llama-3.1-8b", quick),
         "profile": lambda: profile(rows),
         "programs": lambda: programs(rows),
-        "kernels": lambda: [rows.add("kernels", row.pop("name"), **row)
-                            for row in bench_kernels(SHAPES["llama-3.1-8b"], 16, CUDA)] and None,
+        "kernels": lambda: kernels(rows),
         "tests": lambda: tests(rows),
         "decode more": lambda: decode(rows, "llama-3.1-8b", more),
         "decode qwen": lambda: decode(rows, "qwen3-8b", qwen),

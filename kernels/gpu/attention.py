@@ -198,5 +198,6 @@ def attend(
         BLOCK=_BLOCK,
         SPLITS=scratch.splits,
         num_warps=4,
+        num_stages=2,  # with three, heads of 128 take more shared memory than some devices give a block
         **early_options(out, early),
     )
