@@ -25,8 +25,9 @@ from strataflux.client.evaluate.dense import DenseModel, dense_reference, dense_
 from strataflux.client.evaluate.scoring import Reference, Score
 from strataflux.client.evaluate.text import python_prose, read_text
 from strataflux.client.prepare.bases.awq import AwqSettings, quantize_awq
-from strataflux.client.prepare.bases.lnq import DAMPING, quantize_lnq
-from strataflux.client.prepare.bases.matrices import QuantizedMatrix, power_cost, round_groups
+from strataflux.client.prepare.bases.descent import block_descent
+from strataflux.client.prepare.bases.lnq import DAMPING, BlockDescent, quantize_lnq
+from strataflux.client.prepare.bases.matrices import CodebookCodes, QuantizedMatrix, power_cost, round_groups
 from strataflux.client.prepare.bases.sqllm import quantize_sqllm
 from strataflux.client.prepare.calibrate import Calibration, calibration_windows, walk_back, walk_forward
 from strataflux.client.prepare.fit_layer import FitRun, fit_layer
@@ -93,32 +94,57 @@ class Quantizer:
     def __init__(self, config: ModelConfig, variants: Sequence[Variant], damping: float) -> None:
         self.config, self.damping = config, damping
         self.models = {variant: Model() for variant in variants}
+        self.seconds: dict[Variant, float] = dict.fromkeys(variants, 0.0)
+        self.descend: BlockDescent | None = None
 
     def __call__(self, index: int, layer: LayerWeights, found: LayerStatistics) -> None:
-        started = time.monotonic()
+        device = layer.mlp_norm.device
+        if self.descend is None and device.type == "cuda":
+            self.descend = block_descent(device)
+        starts: dict[int, dict[str, CodebookCodes]] = {}
         for variant, model in self.models.items():
+            started = time.monotonic()
             if variant.base == "awq":
                 settings = AwqSettings(variant.bits, variant.group)
                 made = quantize_awq(f"layers.{index}", self.config, layer, found.inputs, settings)
                 model.add(index, made.exact, made.matrices)
+            elif variant.base == "rtn":
+                model.add(index, layer, {name: _rounded(variant, layer, name) for name in SETS})
             else:
-                model.add(index, layer, {name: self._matrix(variant, layer, name, found) for name in SETS})
-        print(f"layer {index}: {time.monotonic() - started:.1f} s", file=sys.stderr)
+                # All codebooks of so many bits begin with these.
+                if variant.bits not in starts:
+                    starts[variant.bits] = {
+                        name: quantize_sqllm(layer.projections[name], found.outputs[name].fisher, variant.bits)
+                        for name in SETS
+                    }
+                begun = starts[variant.bits]
+                model.add(index, layer, {name: self._matrix(variant, layer, name, begun, found) for name in SETS})
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            self.seconds[variant] += time.monotonic() - started
 
-    def _matrix(self, variant: Variant, layer: LayerWeights, name: str, found: LayerStatistics) -> QuantizedMatrix:
-        weight = layer.projections[name]
-        if variant.base == "rtn":
-            return round_groups(name, weight, variant.bits, variant.group, RTN_SHRINK, power_cost(RTN_EXPONENT))
-        outputs = found.outputs[name]
-        start = quantize_sqllm(weight, outputs.fisher, variant.bits)
+    def _matrix(
+        self,
+        variant: Variant,
+        layer: LayerWeights,
+        name: str,
+        begun: Mapping[str, CodebookCodes],
+        found: LayerStatistics,
+    ) -> QuantizedMatrix:
         if variant.base == "sqllm":
-            return start
+            return begun[name]
+        weight, hessians = layer.projections[name], found.outputs[name].hessians
         groups = row_groups(self.config, name, GUIDES)
-        if variant.guides == GUIDES:
-            return quantize_lnq(weight, start, outputs.hessians, groups, self.damping)
-        rows = torch.tensor([part.stop - part.start for part in groups], device=weight.device)
-        coarse = (outputs.hessians * rows[:, None, None]).unflatten(0, (-1, GUIDES)).sum(1)  # type: ignore[no-untyped-call]
-        return quantize_lnq(weight, start, coarse, row_groups(self.config, name, 1), self.damping)
+        if variant.guides != GUIDES:
+            rows = torch.tensor([part.stop - part.start for part in groups], device=weight.device)
+            hessians = (hessians * rows[:, None, None]).unflatten(0, (-1, GUIDES)).sum(1)  # type: ignore[no-untyped-call]
+            groups = row_groups(self.config, name, 1)
+        return quantize_lnq(weight, begun[name], hessians, groups, self.damping, self.descend)
+
+
+def _rounded(variant: Variant, layer: LayerWeights, name: str) -> QuantizedMatrix:
+    weight = layer.projections[name]
+    return round_groups(name, weight, variant.bits, variant.group, RTN_SHRINK, power_cost(RTN_EXPONENT))
 
 
 def quantize_all(

@@ -3,10 +3,12 @@
 :mod:`strataflux.kernels.select` gives the formula and the fast path for one input.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "largest_mask", "quota", "selected_count"]
+__all__ = ["CHUNK", "largest_mask", "largest_masks", "quota", "selected_count"]
 
 CHUNK = 1024
 """Input channels that share one budget k."""
@@ -29,9 +31,18 @@ def largest_mask(x: Tensor, k: int) -> Tensor:
     The same channels as :func:`strataflux.kernels.select.select_channels` selects, except that which of several equal
     magnitudes are taken is up to the device.
     """
-    mask = torch.zeros_like(x, dtype=torch.bool)
+    return largest_masks(x, (k,))[k]
+
+
+def largest_masks(x: Tensor, budgets: Collection[int]) -> dict[int, Tensor]:
+    """:func:`largest_mask` of each of ``budgets``, with one look for the largest."""
+    masks = {k: torch.zeros_like(x, dtype=torch.bool) for k in budgets}
     for start in range(0, x.shape[-1], CHUNK):
         magnitude = torch.nan_to_num(x[..., start : start + CHUNK].abs(), nan=0.0, posinf=torch.inf)
-        chosen = magnitude.topk(quota(k, magnitude.shape[-1]), -1, sorted=False).indices
-        mask[..., start : start + CHUNK].scatter_(-1, chosen, True)
-    return mask
+        width = magnitude.shape[-1]
+        most = quota(max(budgets), width)
+        # Fewer are the first of more only if they come in order.
+        chosen = magnitude.topk(most, -1, sorted=len(budgets) > 1).indices
+        for k, mask in masks.items():
+            mask[..., start : start + CHUNK].scatter_(-1, chosen[..., : quota(k, width)], True)
+    return masks

@@ -166,9 +166,12 @@ def _loss_gradient(source: WeightSource, calibration: Calibration) -> Tensor:
     gradients = []
     for sequence in calibration.states.load(f"hidden.{config.layers}"):
         hidden = sequence.to(device).requires_grad_()
-        log_p = torch.log_softmax(linear(rms_norm(hidden, (config.hidden,), norm, config.norm_epsilon), head), -1)
-        drawn = torch.multinomial(log_p.detach().exp(), 1, generator=random)
-        gradients.append(torch.autograd.grad(-log_p.gather(1, drawn).sum(), hidden)[0].cpu())
+        normed = rms_norm(hidden, (config.hidden,), norm, config.norm_epsilon)
+        p = torch.softmax(linear(normed.detach(), head), -1)
+        drawn = torch.multinomial(p, 1, generator=random)
+        # By the logits it is p less one for the token drawn: in place, a vocabulary's width is held once.
+        slope = p.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=p.dtype)) @ head
+        gradients.append(torch.autograd.grad(normed, hidden, slope)[0].cpu())
     return torch.stack(gradients)
 
 

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strataflux.kernels.topk import largest_mask
-
 __all__ = ["MULTIPLIERS", "Fit", "HeldOut", "SelectionMoments", "fit_residual", "fitted_values"]
 
 MULTIPLIERS = (0.1, 0.3, 1.0)
@@ -37,10 +35,9 @@ class SelectionMoments:
         self.selected, self.cross = (torch.zeros(inputs, inputs, device=device) for _ in range(2))
         self.tokens = 0
 
-    def add(self, x: Tensor, k: int) -> None:
-        """Take in ``x`` [..., inputs] with ``k`` channels per 1,024 selected."""
-        x = x.reshape(-1, x.shape[-1])
-        z = x * largest_mask(x, k)
+    def add(self, x: Tensor, selected: Tensor) -> None:
+        """Take in inputs ``x`` [..., inputs] of which those of the mask ``selected`` [..., inputs] are selected."""
+        x, z = x.reshape(-1, x.shape[-1]), (x * selected).reshape(-1, x.shape[-1])
         self.selected.addmm_(z.T, z)
         self.cross.addmm_(x.T, z)
         self.tokens += x.shape[0]

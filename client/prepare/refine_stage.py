@@ -83,22 +83,21 @@ class RefineStage:
         columns: dict[str, Tensor] = {**residuals, BUNDLES: residuals["down"]}
         if settings.fit:
             moments = self._run_layer(index, replace(exact, projections=low), residuals, exact.projections["down"])
-            for rung in settings.ladder:
-                self._keep_rung(index, rung, moments, columns)
-            columns |= self._fitted(moments, settings.stored_budgets, columns)
+            columns |= self._fitted(index, moments, columns)
         values = LayerValues(columns, residuals["gate_up"], exact.projections["down"])
         self._work.save(_STAGE, index, _packed(encode_layer(values, settings.sets)))
 
     def _run_layer(self, index: int, low: LayerWeights, residuals: Mapping[str, Tensor], down: Tensor) -> LayerMoments:
         settings, states = self._settings, self._work.states("refined")
         assert settings.fit is not None, "only fitting runs layers"
-        wanted = [settings.stored_budgets, *map(settings.rung_budgets, settings.ladder)]
-        budgets = {name: sorted({one[name] for one in wanted}) for name in settings.sets}
+        budgets = {name: (budget,) for name, budget in settings.stored_budgets.items()}
+        ladder = [settings.rung_budgets(rung) for rung in settings.ladder]
+        rungs = {name: sorted({one[name] for one in ladder}) for name in settings.sets}
         scheme = settings.chosen_scheme
         turns = self._calibration().turns(self._source.config)
         carried = budgets_by_set(settings.k, scheme)
-        fit = settings.fit
-        run = FitRun(self._source.config, turns, budgets, carried, scheme, fit.multipliers, fit.multiplier is None)
+        tried, plain_too = settings.fit.multipliers, settings.fit.multiplier is None
+        run = FitRun(self._source.config, turns, budgets, carried, scheme, tried, plain_too, rungs)
         plain = {name: _as_stored(residual).to(self._device) for name, residual in residuals.items()}
         hidden = states.load(f"hidden.{index}")
         after, moments = fit_layer(run, low.to(self._device), plain, hidden, down.to(self._device))
@@ -106,17 +105,21 @@ class RefineStage:
         states.save(f"hidden.{index + 1}", after)
         return moments
 
-    def _fitted(
-        self, moments: LayerMoments, budgets: Mapping[str, int], columns: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        return {
-            name: moments.fit(name, budget, columns[name].to(self._device)).values.cpu()
-            for name, budget in budgets.items()
-        }
-
-    def _keep_rung(self, index: int, rung: int, moments: LayerMoments, columns: Mapping[str, Tensor]) -> None:
-        fitted = self._fitted(moments, self._settings.rung_budgets(rung), columns)
-        self._work.save(_ladder(rung), index, _packed({name: encode_columns(one) for name, one in fitted.items()}))
+    def _fitted(self, index: int, moments: LayerMoments, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is fitted for the store; what is for the ladder is kept on the way."""
+        settings, fitted = self._settings, {}
+        rungs: dict[int, dict[str, Encoded]] = {rung: {} for rung in settings.ladder}
+        for name, budget in settings.stored_budgets.items():
+            residual = columns[name].to(self._device)
+            fit = moments.fit(name, budget, residual)
+            fitted[name] = fit.values.cpu()
+            multiplier = settings.fit.usual if settings.fit and not budget else fit.multiplier
+            for rung, encoded in rungs.items():
+                found = moments.fit_rung(name, settings.rung_budgets(rung)[name], residual, multiplier)
+                encoded[name] = encode_columns(found.cpu())
+        for rung, encoded in rungs.items():
+            self._work.save(_ladder(rung), index, _packed(encoded))
+        return fitted
 
 
 def _ladder(rung: int) -> str:

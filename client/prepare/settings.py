@@ -52,6 +52,11 @@ class FitSettings:
         """The candidates."""
         return MULTIPLIERS if self.multiplier is None else (self.multiplier,)
 
+    @property
+    def usual(self) -> float:
+        """The multiplier where there is nothing to choose it by."""
+        return 1.0 if self.multiplier is None else self.multiplier
+
     def to_json(self) -> dict[str, Any]:
         """What decides which refinement values come out, beside text and budgets."""
         return {"multipliers": list(self.multipliers), "plain": self.multiplier is None}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from strataflux.client.prepare.bases.awq import AwqSettings, quantize_awq
+from strataflux.client.prepare.bases.descent import block_descent
 from strataflux.client.prepare.bases.lnq import LnqSettings, quantize_lnq
 from strataflux.client.prepare.bases.matrices import CodebookCodes, GroupedCodes, power_cost, round_groups
 from strataflux.client.prepare.bases.rtn import EXPONENT, FACTORS, LEAST_FACTOR, RtnSettings
@@ -28,6 +29,7 @@ class QuantizeStage:
     def __init__(self, source: ModelSource, settings: PrepareSettings, work: WorkFolder) -> None:
         self._source, self._settings, self._work = source, settings, work
         self._device = torch.device(settings.device)
+        self._descend = block_descent(self._device)
 
     @staticmethod
     def steps(layers: int, settings: PrepareSettings) -> int:
@@ -80,7 +82,7 @@ class QuantizeStage:
         if not isinstance(base, LnqSettings):
             return start
         groups = row_groups(self._source.config, name, base.guide_groups)
-        return quantize_lnq(weight, start, found.outputs[name].hessians, groups)
+        return quantize_lnq(weight, start, found.outputs[name].hessians, groups, descend=self._descend)
 
 
 def _needs_gradients(settings: PrepareSettings) -> bool:

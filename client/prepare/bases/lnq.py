@@ -14,7 +14,7 @@ group's outputs; one group a matrix (g = 1) or four. A round refits the codebook
 The first round refits codebooks only. Each row keeps the best it has seen.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,16 @@ from strataflux.client.errors import MisuseError
 from strataflux.client.prepare.bases.matrices import CodebookCodes, nearest_codes
 from strataflux.client.prepare.bases.sqllm import CODEBOOK_BITS
 
-__all__ = ["CYCLES", "DAMPING", "GUIDE_GROUPS", "ROUNDS", "LnqSettings", "quantize_lnq"]
+__all__ = [
+    "CYCLES",
+    "DAMPING",
+    "GUIDE_GROUPS",
+    "ROUNDS",
+    "BlockDescent",
+    "LnqSettings",
+    "descend_block",
+    "quantize_lnq",
+]
 
 GUIDE_GROUPS = (1, 4)
 """Supported numbers of row groups a matrix."""
@@ -38,7 +47,7 @@ few on which the loss depends most would decide alone."""
 
 _BLOCK = 128
 # Rows whose Pᵀ H P are formed at a time: inputs · rows · 2^bits numbers.
-_ROWS = 64
+_ROWS_CPU, _ROWS_GPU = 64, 512
 _RIDGE = 1e-7
 
 
@@ -66,8 +75,17 @@ class LnqSettings:
         return {"name": "lnq", "bits": self.bits, "codebook": "row", "guide_groups": self.guide_groups, **rounds}
 
 
+BlockDescent = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""Moves the weights of a block of inputs; :func:`descend_block` is the definition."""
+
+
 def quantize_lnq(
-    weight: Tensor, start: CodebookCodes, hessians: Tensor, groups: Sequence[slice], damping: float = DAMPING
+    weight: Tensor,
+    start: CodebookCodes,
+    hessians: Tensor,
+    groups: Sequence[slice],
+    damping: float = DAMPING,
+    descend: BlockDescent | None = None,
 ) -> CodebookCodes:
     """Improve ``start``, a quantized ``weight`` [outputs, inputs] float32.
 
@@ -77,6 +95,7 @@ def quantize_lnq(
         hessians: [groups, inputs, inputs] float32, symmetric, not negative.
         groups: rows of each, together all of them.
         damping: share of its mean diagonal that is added to each Hessian.
+        descend: a fast way to do what :func:`descend_block` does, which is the default.
     """
     problem = _Problem.of(weight, hessians, groups, damping)
     codebook, codes = start.codebook.float(), start.codes.long()
@@ -84,7 +103,7 @@ def quantize_lnq(
     least = problem.cost(start.dequantized())
     for round_number in range(ROUNDS):
         if round_number:
-            codes = problem.descend(codebook, codes, CYCLES)
+            codes = problem.descend(codebook, codes, CYCLES, descend or descend_block)
         codebook, order = problem.fit_codebook(codes, codebook).sort(-1)
         # Codes follow their entries to where sorting put them.
         codes = order.argsort(-1).gather(-1, codes)
@@ -135,22 +154,21 @@ class _Problem:
 
     def fit_codebook(self, codes: Tensor, codebook: Tensor) -> Tensor:
         """Least-squares entries [outputs, entries]; entries that no input uses stay as they are."""
-        entries = codebook.shape[1]
         right = torch.zeros_like(codebook).scatter_add_(-1, codes, self.times_hessian(self.weight))
         fitted = torch.empty_like(codebook)
+        step = _ROWS_CPU if codes.device.type == "cpu" else _ROWS_GPU
         for hessian, group in zip(self.hessians, self.groups, strict=True):
             ridge = _RIDGE * hessian.diagonal().sum()
-            for first in range(group.start, group.stop, _ROWS):
-                rows = slice(first, min(first + _ROWS, group.stop))
-                hot = torch.nn.functional.one_hot(codes[rows], entries).to(self.weight.dtype)
-                left = hot.transpose(1, 2) @ (hessian @ hot)
+            for first in range(group.start, group.stop, step):
+                rows = slice(first, min(first + step, group.stop))
+                left = _by_entries(hessian, codes[rows], codebook.shape[1])
                 # The ridge pulls towards the present entry, so an unused one keeps it and others hardly notice.
-                left += ridge * torch.eye(entries, device=hot.device)
+                left += ridge * torch.eye(codebook.shape[1], device=left.device)
                 pulled = right[rows] + ridge * codebook[rows]
                 fitted[rows] = torch.linalg.solve(left.double(), pulled.double()[..., None])[..., 0].float()
         return fitted
 
-    def descend(self, codebook: Tensor, codes: Tensor, cycles: int) -> Tensor:
+    def descend(self, codebook: Tensor, codes: Tensor, cycles: int, descend_one: BlockDescent) -> Tensor:
         """Codes [outputs, inputs] after ``cycles`` passes over the inputs."""
         low = codebook.gather(-1, codes)
         slope = self.times_hessian(low - self.weight)
@@ -160,24 +178,37 @@ class _Problem:
             for first in range(0, inputs, _BLOCK):
                 block = slice(first, min(first + _BLOCK, inputs))
                 before, near = low[:, block].clone(), slope[:, block].clone()
-                among = self.hessians[:, block, block]
+                among = self.hessians[:, block, block].contiguous()
                 moved = before.clone()
-                _descend_block(moved, near, among, self.owner, diagonal[:, block], codebook)
+                descend_one(moved, near, among, self.owner, diagonal[:, block].contiguous(), codebook)
                 low[:, block] = moved
                 slope += self.times_hessian(moved - before, block)
         return nearest_codes(low, codebook).long()
 
 
-def _descend_block(
-    low: Tensor, slope: Tensor, among: Tensor, owner: Tensor, diagonal: Tensor, codebook: Tensor
-) -> None:
-    """Move the weights ``low`` [outputs, block] one input after the other; ``slope`` [outputs, block] follows.
+def _by_entries(hessian: Tensor, codes: Tensor, entries: int) -> Tensor:
+    """``Pᵀ H P`` [rows, entries, entries] of the one-hot P of each row of ``codes`` [rows, inputs]."""
+    rows, inputs = codes.shape
+    hot = (codes.T.contiguous()[..., None] == torch.arange(entries, device=codes.device)).to(hessian.dtype)
+    # One product for all rows: theirs one by one are too narrow to be fast.
+    product = (hessian @ hot.view(inputs, rows * entries)).view(inputs, rows, entries)
+    return hot.permute(1, 2, 0) @ product.permute(1, 0, 2)
 
-    ``among`` [groups, block, block] are the Hessians' own blocks, ``diagonal`` [outputs, block] theirs by row.
+
+def descend_block(low: Tensor, slope: Tensor, among: Tensor, owner: Tensor, diagonal: Tensor, codebook: Tensor) -> None:
+    """Move the weights ``low`` [outputs, block] one input after the other, in place.
+
+    Args:
+        low: weights, each an entry of its row's codebook.
+        slope: [outputs, block], He of these inputs; follows.
+        among: [groups, block, block], the Hessians' own blocks.
+        owner: [outputs] int64, the group of each row.
+        diagonal: [outputs, block], the Hessians' diagonals by row.
+        codebook: [outputs, entries] float32.
     """
     for i in range(low.shape[1]):
         target = low[:, i] - slope[:, i] / diagonal[:, i]
-        nearest = (codebook - target[:, None]).abs().argmin(-1, keepdim=True)
+        nearest = (codebook - target[:, None]).abs_().argmin(-1, keepdim=True)
         chosen = codebook.gather(-1, nearest)
-        slope += (chosen - low[:, i : i + 1]) * among[:, i][owner]
+        slope.addcmul_(chosen - low[:, i : i + 1], among[:, i].index_select(0, owner))
         low[:, i : i + 1] = chosen

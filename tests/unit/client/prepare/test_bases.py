@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from strataflux.client.errors import MisuseError
-from strataflux.client.prepare.bases.lnq import LnqSettings, _Problem, quantize_lnq
+from strataflux.client.prepare.bases.lnq import LnqSettings, _Problem, descend_block, quantize_lnq
 from strataflux.client.prepare.bases.matrices import CodebookCodes, nearest_codes, power_cost, round_groups
 from strataflux.client.prepare.bases.rtn import EXPONENT, FACTORS, LEAST_FACTOR, RtnSettings, quantize_rtn
 from strataflux.client.prepare.bases.sqllm import SqllmSettings, quantize_sqllm
@@ -109,7 +109,7 @@ def test_lnq_descent_is_cyclic_coordinate_descent() -> None:
     start = quantize_sqllm(weight, torch.ones(4, 130), 2)
     problem = _Problem.of(weight, hessians, [slice(0, 2), slice(2, 4)])
     codebook = start.codebook.float()
-    codes = problem.descend(codebook, start.codes.long(), 1)
+    codes = problem.descend(codebook, start.codes.long(), 1, descend_block)
     for row in range(4):
         hessian, low = problem.hessians[row // 2].double(), start.dequantized()[row].double()
         for i in range(130):

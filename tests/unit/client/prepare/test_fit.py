@@ -13,7 +13,8 @@ K = 128
 def moments(x: Tensor, k: int = K) -> SelectionMoments:
     sums = SelectionMoments(x.shape[1], x.device)
     for start in range(0, x.shape[0], 1000):
-        sums.add(x[start : start + 1000], k)
+        part = x[start : start + 1000]
+        sums.add(part, largest_mask(part, k))
     return sums
 
 

@@ -6,18 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from torch.nn.functional import rms_norm
 
 from strataflux.client.errors import InputError, MisuseError
 from strataflux.client.prepare.bases.awq import AwqSettings
 from strataflux.client.prepare.bases.rtn import RtnSettings
 from strataflux.client.prepare.bases.sqllm import SqllmSettings
+from strataflux.client.prepare.fit import SelectionMoments, fitted_values
 from strataflux.client.prepare.prepared import PreparedModel, open_prepared
 from strataflux.client.prepare.refinement import ladder_rungs, read_refinement
 from strataflux.client.prepare.refit import refit, refit_steps
+from strataflux.client.prepare.residual import residual_codes, residual_scales
 from strataflux.client.prepare.settings import FitSettings, PrepareSettings, default_ladder
 from strataflux.client.prepare.verify import verify_prepared
 from strataflux.client.prepare.write import prepare
+from strataflux.kernels.topk import largest_mask
 
 TOKENS = torch.randint(0, 250, (8, 16), generator=torch.Generator().manual_seed(0))
 FITTED = PrepareSettings(RtnSettings(3, 64), 128, FitSettings(), TOKENS, mlp="both", ladder=(64, 512))
@@ -120,14 +123,32 @@ def nth_layer(prepared: PreparedModel, budgets: dict[str, int] | None, index: in
     return list(read_refinement(prepared, None, budgets))[index]
 
 
-def test_a_rung_is_the_fit_for_its_budget(tmp_path: Path, tiny_source: Any) -> None:
-    prepared = prepare(tiny_source, tmp_path / "a", FITTED)
-    other = prepare(tiny_source, tmp_path / "b", replace(FITTED, k=512, ladder=()))
-    rung = load_file(prepared.folder / "ladder" / "512.safetensors")
-    own = nth_layer(prepared, {"qkv": 512, "o": 512, "gate_up": 512, "down": 512})
-    # Inputs of the first set do not depend on what refines the layers before it.
-    assert torch.equal(own["qkv"], nth_layer(other, None)["qkv"])
-    assert torch.equal(rung["layers.0.qkv.scales"], other.refinement_scales(0, "qkv"))
+def test_a_rung_is_the_fit_for_its_budget_on_every_second_sequence(tmp_path: Path, tiny_source: Any) -> None:
+    prepared = prepare(tiny_source, tmp_path / "a", replace(FITTED, fit=FitSettings(0.3)))
+    layer, low = tiny_source.layer(0), prepared.layer(0)
+    hidden = tiny_source.embedding()[TOKENS[::2]].flatten(0, 1)
+    x = rms_norm(hidden, (64,), layer.attention_norm, tiny_source.config.norm_epsilon)
+    moments = SelectionMoments(64, x.device)
+    moments.add(x, largest_mask(x, 512))
+    residual = layer.projections["qkv"] - low.projections["qkv"]
+    values = fitted_values(residual, moments, 0.3)
+    found = nth_layer(prepared, dict.fromkeys(BUDGETS, 512))["qkv"]
+    stored = nth_layer(prepared, None)["qkv"]
+    scales = residual_scales(values)
+    expected = residual_codes(values, scales) * scales[:, None]
+    # Here and there a value within rounding of the middle between two codes.
+    assert float((found - expected).square().mean()) < 1e-2 * float((stored - expected).square().mean())
+
+
+def test_where_the_residual_was_best_a_rung_has_it_too(tmp_path: Path, tiny_source: Any) -> None:
+    # Tokens drawn at random have nothing in common for a fit to find.
+    prepared = prepare(tiny_source, tmp_path / "a", replace(FITTED, ladder=(512,)))
+    same = [
+        name
+        for name, own in nth_layer(prepared, dict.fromkeys(BUDGETS, 512), 1).items()
+        if torch.equal(own, nth_layer(prepared, None, 1)[name])
+    ]
+    assert same
 
 
 def test_each_set_takes_the_nearest_fit(tmp_path: Path, tiny_source: Any) -> None:
