@@ -1,6 +1,7 @@
 """The HTTP side: OpenAI's routes, answered whole or as a stream, by an engine in a thread of its own."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
@@ -176,7 +177,12 @@ class Api:
         events: _Events = asyncio.Queue()
         loop = asyncio.get_running_loop()
         engine = self._service.engine
-        job = engine.submit(work, lambda event: loop.call_soon_threadsafe(events.put_nowait, event))
+
+        def deliver(event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever listened
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        job = engine.submit(work, deliver)
         answer = kind(self._service.name, f"sf-{self._service.digest[:12]}", len(work.prompt))
         if settings.stream:
             chunks = _chunks(events, answer, include_usage=settings.include_usage)

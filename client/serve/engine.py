@@ -96,6 +96,14 @@ class Job:
         # set by any thread, once
         self.cancelled = False
 
+    def tell(self, event: Event) -> None:
+        """Deliver; whoever cannot take an event any more wants none."""
+        try:
+            self.deliver(event)
+        except Exception:
+            _LOG.warning("a client that cannot be told is given up", exc_info=True)
+            self.cancelled = True
+
 
 @dataclass(frozen=True)
 class EngineState:
@@ -208,7 +216,7 @@ class Engine:
             for running in list(self._active):
                 self._end(running, Failed(_stopping()))
             for job in left:
-                job.deliver(Failed(_stopping()))
+                job.tell(Failed(_stopping()))
             self._model.close()
 
     def _await_work(self) -> bool:
@@ -253,14 +261,14 @@ class Engine:
             self._counts = self._model.counts()
             running.count(before, self._counts)
             if text:
-                running.job.deliver(Piece(text))
+                running.job.tell(Piece(text))
 
     def _end(self, running: "_Running", event: Event | None) -> None:
         running.close()
         with self._changed:
             self._active.remove(running)
         if event is not None:
-            running.job.deliver(event)
+            running.job.tell(event)
 
     def _decode(self, running: "_Running", sequence: OpenSequence, work: Work) -> Generator[str, None, str]:
         """Text, one piece (perhaps empty) a step; why it ended."""

@@ -227,6 +227,21 @@ def test_a_sequence_that_cannot_be_opened_is_told(make: Make) -> None:
     assert submit(engine, work(3))[1].all() == ("", Failed(refusal))
 
 
+def test_a_client_that_cannot_be_told_is_given_up_and_others_go_on(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(event: Event) -> None:
+        raise RuntimeError("no loop")
+
+    script = Script()
+    engine = make(script)
+    engine.submit(work(1000), broken)
+    assert submit(engine, work(3))[1].all()[0] == "abc"
+    settle(engine, 0)
+    assert script.open_now == 0
+    assert caplog.text.count("given up") == 1
+
+
 def test_stopping_fails_what_is_under_way_and_takes_no_more(make: Make) -> None:
     script = Script(gate=threading.Semaphore(0))
     engine = make(script, sequences=1)
