@@ -13,16 +13,19 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
-
-import numpy as np
+from typing import TYPE_CHECKING, Final
 
 from strataflux.client.control import Control
 from strataflux.client.errors import DaemonUnavailableError, FailureError
-from strataflux.client.session import Session
 from strataflux.proto import control_pb2
 from strataflux.proto.messages import StoreRef
 from strataflux.proto.runtime import ATTACH_SOCKET, CONTROL_SOCKET
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from strataflux.client.session import Session
 
 __all__ = ["Finding", "RoundTrip", "check_access", "check_config", "check_daemon", "check_stores", "round_trip"]
 
@@ -150,6 +153,11 @@ def round_trip(runtime_dir: Path, control: Control) -> RoundTrip:
     Raises:
         FailureError: no store, no daemon, or the record did not come.
     """
+    # Compiled code takes a second to load, and no other check needs it.
+    import numpy as np
+
+    from strataflux.client.session import Session
+
     stores = control.stores()
     if not stores:
         raise DaemonUnavailableError(runtime_dir, "no store", "one to read a record of", "add a [[store]]")
@@ -176,8 +184,10 @@ def round_trip(runtime_dir: Path, control: Control) -> RoundTrip:
     return RoundTrip(store.digest, int(oid[0]), missed, took)
 
 
-def _absent_record(session: Session, records: int) -> np.ndarray:
+def _absent_record(session: "Session", records: int) -> "NDArray[np.int64]":
     """One that is not resident, if a few tries find one; int64 [1]."""
+    import numpy as np
+
     random = np.random.default_rng()
     for _ in range(_TRIES):
         oid = random.integers(0, records, 1, dtype=np.int64)
