@@ -248,7 +248,9 @@ def evict_one(c: Core, cls: int) -> bool:
     """Retire the class's best victim; False if it has none that may go.
 
     Lazy LRU: a tail that a session stamped since its position moves to the head with that stamp; at most
-    ``lru.REINSERTIONS`` times, then the tail is taken. A pinned fill that nobody used yet counts as just used.
+    ``lru.REINSERTIONS`` times, then the tail is taken. A pinned fill that nobody used yet counts as just used. Its
+    first use is looked for since it was filled, that tick included: whoever waited comes at once, with the clock of a
+    step that may have begun before the slot was moved here, and a use that is missed keeps the slot to the deadline.
     """
     clock = c.rd[0].clock
     sessions = c.stamp_owner[layout.MAX_SESSIONS]
@@ -258,9 +260,13 @@ def evict_one(c: Core, cls: int) -> bool:
             return False
         slot = c.slots[entry]
         position = wide(c.policy.nodes[entry].position)
-        stamp = lru.newest_stamp(slot_number(c, entry), position, clock, c.stamps, c.stepped, sessions)
-        if stamp != position:
+        awaited = slot.used == 0 and slot.pinned != 0
+        since = (wide(slot.filled) - 1) & 0xFFFFFFFF if awaited else position
+        stamp = lru.newest_stamp(slot_number(c, entry), since, clock, c.stamps, c.stepped, sessions)
+        if stamp != since:
             _note_use(c, entry, stamp)
+        if later_by(position, stamp) > 0:
+            stamp = position
         pinned = slot.used == 0 and slot.pinned != 0 and later_by(wide(slot.pinned), clock) > 0
         if pinned:
             stamp = clock

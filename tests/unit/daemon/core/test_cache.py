@@ -278,6 +278,19 @@ def test_pinned_fill_stays_until_used_or_overdue(rig: Rig) -> None:
     assert cache.evict_one(rig.core, 0)
 
 
+@pytest.mark.parametrize("later", [0, 5], ids=["in the tick of the fill", "after it was moved"])
+def test_a_pin_ends_with_the_first_use(rig: Rig, later: int) -> None:
+    client = Client(rig.tier)
+    (entry,) = resident(rig, 0)
+    rig.core.slots[entry]["pinned"] = rig.rd["clock"] + 1000
+    rig.tier.daemon_page.view(layout.DAEMON_PAGE)["clock"] = rig.core.stepped[0] = rig.rd["clock"]
+    rig.rd["clock"] += later
+    assert not cache.evict_one(rig.core, 0)
+    assert client.ask([0]) == 1
+    assert cache.evict_one(rig.core, 0)
+    assert rig.rd["fills_useful"] == 1
+
+
 def test_starving_class_takes_a_page_of_a_colder_one(rig: Rig) -> None:
     resident(rig, *range(4 * PAGES))
     assert cache.begin_fill(rig.core, 1, 0, 400) == NONE
