@@ -30,7 +30,20 @@ _PARTS = {
 }
 
 
-_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+_OWN = {
+    "llama": (),
+    "qwen2": tuple(f"{_PARTS[part]}.bias" for part in "qkv"),
+    "qwen3": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+}
+"""Tensors of a layer that others do not have."""
+_MISTRAL_WINDOW = 4096
+"""Where the configuration does not say: Transformers' default."""
 
 
 class HfSource:
@@ -45,7 +58,7 @@ class HfSource:
                 folder / "config.json",
                 f"architectures = {self._json.get('architectures')}",
                 f"one of {', '.join(_ARCHITECTURES)}",
-                "use a Llama- or Qwen3-architecture model",
+                "use a model of these architectures",
             )
         self._refuse_variants()
         self._files = self._index()
@@ -67,7 +80,7 @@ class HfSource:
                 heads=heads,
                 kv_heads=self._json.get("num_key_value_heads") or heads,
                 head_dim=head_dim,
-                context=self._setting("max_position_embeddings"),
+                context=self._context(),
                 rope_theta=theta,
                 norm_epsilon=float(self._setting("rms_norm_eps")),
                 tied_head=bool(self._json.get("tie_word_embeddings", False)),
@@ -99,6 +112,9 @@ class HfSource:
             self._tensor(f"{prefix}{name}.weight", (self.config.hidden,))
             for name in ("input_layernorm", "post_attention_layernorm")
         ]
+        if self.config.qkv_bias:
+            biases = [self._tensor(f"{prefix}{_PARTS[part]}.bias", shapes[part][:1]) for part in "qkv"]
+            return fused_layer((norms[0], norms[1]), parts, biases=biases)
         if not self.config.head_norms:
             return fused_layer((norms[0], norms[1]), parts)
         shape = (self.config.head_dim,)
@@ -138,15 +154,15 @@ class HfSource:
     def _refuse_extras(self) -> None:
         # Biases, experts and further norms would be dropped in silence otherwise.
         norms = ("input_layernorm", "post_attention_layernorm")
-        own = ("self_attn.q_norm", "self_attn.k_norm") if self._json["architectures"][0] == "Qwen3ForCausalLM" else ()
-        known = {f"{name}.weight" for name in (*_PARTS.values(), *norms, *own)} | {"self_attn.rotary_emb.inv_freq"}
+        own = _OWN[_ARCHITECTURES[self._json["architectures"][0]]]
+        known = {f"{name}.weight" for name in (*_PARTS.values(), *norms)} | {"self_attn.rotary_emb.inv_freq", *own}
         layers = (name for name in self._files if name.startswith("model.layers."))
         extra = sorted(name for name in layers if name.split(".", 3)[3] not in known)
         if extra:
             raise UnsupportedModel(
                 self.path,
                 f"{len(extra)} tensors such as {extra[0]}",
-                "only norms and the seven projections in a layer",
+                "norms and the seven projections in a layer, and biases where the architecture has them",
                 "this variant of the architecture is not supported",
             )
 
@@ -172,6 +188,13 @@ class HfSource:
             raise DamagedModel(self.path, f"{len(self._files)} tensors without {name}", name, "download it again")
         with safe_open(self._files[name], framework="pt") as opened:
             return require_tensor(f"{self._files[name]}: {name}", opened.get_tensor(name), shape)
+
+    def _context(self) -> int:
+        """Positions over which attention is to all tokens, here as there."""
+        most: int = self._setting("max_position_embeddings")
+        mistral = self._json["architectures"][0] == "MistralForCausalLM"
+        window = self._json.get("sliding_window", _MISTRAL_WINDOW) if mistral else None
+        return most if window is None else min(most, int(window))
 
     def _setting(self, name: str) -> Any:
         if name not in self._json:

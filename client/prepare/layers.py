@@ -42,7 +42,7 @@ class StreamedLayers:
     def resident(self, index: int) -> dict[str, Tensor]:
         """See :class:`LayerMaker`."""
         layer = self._source.layer(index)
-        tensors = _norms(layer)
+        tensors = _exact_parts(layer)
         for name in SETS:
             weight = layer.projections[name]
             low = quantize_rtn(f"layers.{index}.{name}", weight, self._base)
@@ -77,7 +77,7 @@ class StagedLayers:
     def resident(self, index: int) -> dict[str, Tensor]:
         """See :class:`LayerMaker`."""
         exact, refinement = self._stage.exact(index), self._stage.refinement(index)
-        tensors = _norms(exact)
+        tensors = _exact_parts(exact)
         for name, matrix in self._stage.matrices(index).items():
             tensors |= {f"{name}.{part}": tensor for part, tensor in _packed(matrix).items()}
             if name in refinement:
@@ -95,9 +95,9 @@ class StagedLayers:
         return self._stage.rung(index, rung)
 
 
-def _norms(layer: LayerWeights) -> dict[str, Tensor]:
-    heads = {"query_norm": layer.query_norm, "key_norm": layer.key_norm}
-    present = {name: norm for name, norm in heads.items() if norm is not None}
+def _exact_parts(layer: LayerWeights) -> dict[str, Tensor]:
+    own = {"query_norm": layer.query_norm, "key_norm": layer.key_norm, "qkv_bias": layer.qkv_bias}
+    present = {name: tensor for name, tensor in own.items() if tensor is not None}
     return {"attention_norm": layer.attention_norm, "mlp_norm": layer.mlp_norm, **present}
 
 

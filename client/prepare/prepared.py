@@ -169,6 +169,7 @@ class PreparedModel:
             projections={name: self._projection(index, name) for name in SETS},
             query_norm=self._tensor(f"layers.{index}.query_norm") if self.config.head_norms else None,
             key_norm=self._tensor(f"layers.{index}.key_norm") if self.config.head_norms else None,
+            qkv_bias=self._tensor(f"layers.{index}.qkv_bias") if self.config.qkv_bias else None,
         )
 
     def refinement_scales(self, layer: int, set_name: str) -> Tensor:
@@ -253,6 +254,8 @@ def resident_tensors(config: ModelConfig, bits: int, group: int, sets: Sequence[
         tensors |= {f"layers.{layer}.attention_norm": norm, f"layers.{layer}.mlp_norm": norm}
         if config.head_norms:
             tensors |= {f"layers.{layer}.query_norm": head_norm, f"layers.{layer}.key_norm": head_norm}
+        if config.qkv_bias:
+            tensors[f"layers.{layer}.qkv_bias"] = torch.float32, (config.set_shape("qkv")[0],)
         for name in SETS:
             prefix = f"layers.{layer}.{name}."
             shapes = _matrix_tensors(config.set_shape(name), bits, group)

@@ -2,6 +2,7 @@
 a time.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -79,10 +80,13 @@ def require_tensor(subject: str, tensor: Tensor, shape: tuple[int, ...]) -> Tens
 
 
 def fused_layer(
-    norms: tuple[Tensor, Tensor], parts: dict[str, Tensor], head_norms: tuple[Tensor, Tensor] | None = None
+    norms: tuple[Tensor, Tensor],
+    parts: dict[str, Tensor],
+    head_norms: tuple[Tensor, Tensor] | None = None,
+    biases: Sequence[Tensor] = (),
 ) -> LayerWeights:
     """One layer of separate matrices ``q k v o gate up down`` with its projection sets fused along
-    outputs.
+    outputs, and likewise the ``biases`` of queries, keys and values, if there are any.
     """
     return LayerWeights(
         attention_norm=norms[0],
@@ -95,6 +99,7 @@ def fused_layer(
         },
         query_norm=head_norms[0] if head_norms else None,
         key_norm=head_norms[1] if head_norms else None,
+        qkv_bias=torch.cat(tuple(biases)) if biases else None,
     )
 
 

@@ -56,7 +56,11 @@ def run_block(
 
 
 def norm_heads(config: ModelConfig, layer: LayerWeights, heads: Tensor) -> Tensor:
-    """``heads`` [..., query, key and value heads, head_dim] with queries and keys normed if the model does that."""
+    """``heads`` [..., query, key and value heads, head_dim], with biases added, and queries and keys normed, where the
+    model does that.
+    """
+    if layer.qkv_bias is not None:
+        heads = heads + layer.qkv_bias.view(-1, config.head_dim)
     if layer.query_norm is None or layer.key_norm is None:
         return heads
     queries, keys, values = heads.split((config.heads, config.kv_heads, config.kv_heads), -2)  # type: ignore[no-untyped-call]

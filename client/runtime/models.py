@@ -56,12 +56,14 @@ class ModelConfig:
     rope_divisors: tuple[float, ...] = ()
     """What each rotary frequency is divided by (head_dim / 2 numbers); empty: all by one."""
     architecture: str = "llama"
-    """``llama``, or ``qwen3``: the same with a norm of each query and key head before it is turned."""
+    """``llama``, or the same with something between a layer's first matrix and its heads: ``qwen2`` adds biases,
+    ``qwen3`` norms each query and key head.
+    """
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "context"):
             self._require(isinstance(getattr(self, name), int) and getattr(self, name) > 0, name, "a positive integer")
-        self._require(self.architecture in ("llama", "qwen3"), "architecture", "'llama' or 'qwen3'")
+        self._require(self.architecture in ("llama", "qwen2", "qwen3"), "architecture", "'llama', 'qwen2' or 'qwen3'")
         self._require(self.heads % self.kv_heads == 0, "heads", f"a multiple of kv_heads = {self.kv_heads}")
         self._require(self.head_dim % 2 == 0, "head_dim", "an even number")
         for name in ("rope_theta", "norm_epsilon"):
@@ -81,6 +83,11 @@ class ModelConfig:
     def head_norms(self) -> bool:
         """Whether query and key heads are normed."""
         return self.architecture == "qwen3"
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.architecture == "qwen2"
 
     def set_shape(self, name: str) -> tuple[int, int]:
         """(outputs, inputs) of a projection set."""
@@ -121,12 +128,15 @@ class LayerWeights:
     """[head_dim], shared by all query heads; only with :attr:`ModelConfig.head_norms`."""
     key_norm: Tensor | None = None
     """[head_dim], shared by all key heads; likewise."""
+    qkv_bias: Tensor | None = None
+    """[outputs of ``qkv``], added to them; only with :attr:`ModelConfig.qkv_bias`."""
 
     def to(self, device: torch.device) -> "LayerWeights":
         """The same layer on ``device``."""
         matrices = {name: matrix.to(device) for name, matrix in self.projections.items()}
-        norms = [None if norm is None else norm.to(device) for norm in (self.query_norm, self.key_norm)]
-        return LayerWeights(self.attention_norm.to(device), self.mlp_norm.to(device), matrices, *norms)
+        own = (self.query_norm, self.key_norm, self.qkv_bias)
+        rest = [None if tensor is None else tensor.to(device) for tensor in own]
+        return LayerWeights(self.attention_norm.to(device), self.mlp_norm.to(device), matrices, *rest)
 
 
 class WeightSource(Protocol):

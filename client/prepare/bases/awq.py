@@ -105,10 +105,14 @@ def fold_scales(config: ModelConfig, layer: LayerWeights, scales: Mapping[str, T
     keys = config.kv_heads * config.head_dim
     # One of the query heads that share a value head speaks for all: their scales are equal.
     by_head = scales["o"].view(config.kv_heads, -1, config.head_dim)
-    matrices["qkv"][-keys:] /= by_head[:, 0].reshape(-1, 1)
+    by_value = by_head[:, 0].reshape(-1)
+    matrices["qkv"][-keys:] /= by_value[:, None]
     matrices["gate_up"][config.intermediate :] /= scales["down"][:, None]
     attention_norm, mlp_norm = layer.attention_norm / scales["qkv"], layer.mlp_norm / scales["gate_up"]
-    return replace(layer, attention_norm=attention_norm, mlp_norm=mlp_norm, projections=matrices)
+    bias = layer.qkv_bias
+    if bias is not None:
+        bias = torch.cat((bias[:-keys], bias[-keys:] / by_value))
+    return replace(layer, attention_norm=attention_norm, mlp_norm=mlp_norm, projections=matrices, qkv_bias=bias)
 
 
 def _shared(config: ModelConfig, inputs: Mapping[str, InputStatistics]) -> dict[str, InputStatistics]:

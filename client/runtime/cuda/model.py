@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from strataflux.client.errors import MisuseError
 from strataflux.client.prepare.prepared import RESIDENT, PreparedModel
 from strataflux.client.runtime.cuda.linear import Linear, LowbitLinear
 from strataflux.client.runtime.models import SETS, ModelConfig
@@ -61,8 +62,11 @@ def load_prepared(prepared: PreparedModel, device: torch.device) -> DeviceModel:
 
     Raises:
         ValueError: a shape without a kernel.
+        MisuseError: an architecture without one.
     """
     config, manifest = prepared.config, prepared.manifest
+    if config.qkv_bias:
+        raise MisuseError("device", f"architecture {config.architecture!r}, with biases", "one without", "use the CPU")
     with safe_open(prepared.folder / RESIDENT, framework="pt") as opened:
 
         def take(name: str) -> Tensor:

@@ -49,6 +49,10 @@ class TinySource:
         return self.tensor(f"{index}.norm.attention", hidden), self.tensor(f"{index}.norm.of.mlp", hidden)
 
     def layer(self, index: int) -> LayerWeights:
+        if self.config.qkv_bias:
+            parts = self.parts(index)
+            biases = [self.tensor(f"{index}.bias.{part}", parts[part].shape[0]) for part in "qkv"]
+            return fused_layer(self.norms(index), parts, biases=biases)
         if not self.config.head_norms:
             return fused_layer(self.norms(index), self.parts(index))
         heads = (self.tensor(f"{index}.norm.{name}", self.config.head_dim) for name in ("queries", "keys"))

@@ -29,8 +29,9 @@ def statistics(source: Any) -> dict[str, InputStatistics]:
     return found
 
 
-def test_folded_scales_leave_the_function_as_it_was(tiny_source: Any) -> None:
-    weights = DecoderWeights.read(tiny_source)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_folded_scales_leave_the_function_as_it_was(tiny_source: Any, architecture: str) -> None:
+    weights = DecoderWeights.read(tiny_source.with_config(architecture=architecture))
     config, layers = weights.config, []
     for layer in weights.layers:
         scales = {name: torch.rand(config.set_shape(name)[1]) + 0.5 for name in SETS}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strataflux.client.errors import InputError
 from strataflux.client.prepare.errors import DamagedModel, UnsupportedModel
-from strataflux.client.prepare.source import ModelSource, open_source
+from strataflux.client.prepare.source import ModelSource, open_source, part_shapes
 from strataflux.client.runtime.models import SETS
 
 GGUF_PARTS = {
@@ -34,6 +34,7 @@ HF_PARTS = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+HF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 Tensors = dict[str, Tensor]
 
 
@@ -103,13 +104,17 @@ def hf_tensors(source: Any) -> Tensors:
                 f"{prefix}self_attn.q_norm.weight": layer.query_norm,
                 f"{prefix}self_attn.k_norm.weight": layer.key_norm,
             }
+        if layer.qkv_bias is not None:
+            rows = [shape[0] for part, shape in part_shapes(source.config).items() if part in "qkv"]
+            biases = zip("qkv", layer.qkv_bias.split(rows), strict=True)
+            tensors |= {f"{prefix}{HF_PARTS[part]}.bias": bias for part, bias in biases}
     return tensors
 
 
 def hf_config(source: Any) -> dict[str, Any]:
     config = source.config
     return {
-        "architectures": ["Qwen3ForCausalLM" if config.head_norms else "LlamaForCausalLM"],
+        "architectures": [HF_ARCHITECTURES[config.architecture]],
         "head_dim": config.head_dim,
         "vocab_size": config.vocabulary,
         "hidden_size": config.hidden,
@@ -152,6 +157,10 @@ def assert_same(read: ModelSource, source: Any) -> None:
         assert torch.equal(got.mlp_norm, expected.mlp_norm)
         for name in SETS:
             assert torch.equal(got.projections[name], expected.projections[name]), name
+        for own in ("query_norm", "key_norm", "qkv_bias"):
+            found, wanted = getattr(got, own), getattr(expected, own)
+            assert (found is None) == (wanted is None)
+            assert found is None or torch.equal(found, wanted), own
     assert read.tokenizer().encode("he is 42").ids == source.tokenizer().encode("he is 42").ids
 
 
@@ -184,6 +193,31 @@ def test_hugging_face_round_trip(tmp_path: Path, tiny_source: Any, tied: bool, s
     read = open_source(tmp_path / "m")
     assert read.config == source.config
     assert_same(read, source)
+
+
+def test_hugging_face_folder_of_qwen2_has_biases(tmp_path: Path, tiny_source: Any) -> None:
+    source = tiny_source.with_config(architecture="qwen2")
+    tensors = hf_tensors(source)
+    # A window that is not used is in each configuration of Qwen2.5.
+    write_hf(tmp_path / "m", source, tensors, sliding_window=16, use_sliding_window=False)
+    read = open_source(tmp_path / "m")
+    assert read.config == source.config
+    assert_same(read, source)
+    write_hf(tmp_path / "less", source, without(tensors, "1.self_attn.k_proj.bias"))
+    with pytest.raises(DamagedModel, match=r"without model\.layers\.1\.self_attn\.k_proj\.bias"):
+        open_source(tmp_path / "less").layer(1)
+
+
+@pytest.mark.parametrize(
+    ("window", "context"), [({"sliding_window": None}, 64), ({"sliding_window": 24}, 24), ({}, 64)]
+)
+def test_mistral_is_a_llama_as_far_as_its_window(
+    tmp_path: Path, tiny_source: Any, window: dict[str, Any], context: int
+) -> None:
+    write_hf(tmp_path / "m", tiny_source, hf_tensors(tiny_source), architectures=["MistralForCausalLM"], **window)
+    read = open_source(tmp_path / "m")
+    assert (read.config.architecture, read.config.context) == ("llama", context)
+    assert_same(read, tiny_source)
 
 
 def test_bfloat16_is_read_as_float32(tmp_path: Path, tiny_source: Any) -> None:
