@@ -68,6 +68,8 @@ class Attachment:
                     part = RefinedLinear(part.in_features, part.out_features, part.bias)
                     self._replace(getattr(layer, parent), child, part)
                 part.bind(projections, rows)
+                if name == "qkv" and low.qkv_bias is not None:  # a base may have scaled it, as the norms below
+                    part.bias = nn.Parameter(low.qkv_bias[rows].to(self._model.dtype), requires_grad=False)
         for norm, weight in (
             (layer.input_layernorm, low.attention_norm),
             (layer.post_attention_layernorm, low.mlp_norm),
