@@ -1,0 +1,18 @@
+"""A model whose architecture has no kernels on a device is refused, not run without a part of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from strataflux.client.errors import MisuseError
+from strataflux.client.prepare.settings import PrepareSettings
+from strataflux.client.prepare.write import prepare
+from strataflux.client.runtime.cuda.model import load_prepared
+from tests.unit.client.conftest import TinySource
+
+
+def test_biases_have_no_kernel(tiny_source: TinySource, tmp_path: Path) -> None:
+    prepared = prepare(tiny_source.with_config(architecture="qwen2"), tmp_path / "p", PrepareSettings())
+    with pytest.raises(MisuseError, match="architecture 'qwen2', with biases; expected one without; use the CPU"):
+        load_prepared(prepared, torch.device("cpu"))
