@@ -44,6 +44,9 @@ _LOG: Final = logging.getLogger(__name__)
 _LENGTH: Final = 2048
 """Tokens of a sequence at most if nothing is said; less where the model has less."""
 
+_DEVICES: Final = (None, "cpu", "cuda:0")
+"""The CPU, and what the harness's command passes to every model class unless told otherwise."""
+
 Scored = tuple[float, bool]
 """The log-probability of a continuation, and whether greedy decoding would have given it."""
 
@@ -79,7 +82,7 @@ class StrataFluxLM(TemplateLM):
             require_daemon: fail if no daemon serves this model.
             batch_size: the harness's; sequences are decoded one at a time.
             max_batch_size: likewise.
-            device: the harness's; only the CPU.
+            device: the harness's; ``cpu``, and ``cuda:0``, which its command says when nothing was said.
 
         Raises:
             MisuseError: an argument cannot be.
@@ -257,7 +260,7 @@ def _open(
 def _require_one_at_a_time(batch_size: int | str, most: int | None, device: str | None) -> None:
     if str(batch_size) not in ("1", "auto") or most not in (None, 1):
         raise MisuseError("batch_size", f"{batch_size}", "1: sequences are decoded one at a time", "leave it out")
-    if device not in (None, "cpu"):
+    if device not in _DEVICES:
         raise MisuseError("device", device, "cpu", "leave it out")
 
 

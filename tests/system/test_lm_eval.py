@@ -13,6 +13,7 @@ pytest.importorskip("lm_eval", reason='lm-eval is not installed; pip install "st
 
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
+from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.tasks import TaskManager
 
 from strataflux.cache_policy.miss import Wait
@@ -156,7 +157,7 @@ def test_local_tasks(
     ("arguments", "message"),
     [
         ({"batch_size": 4}, "batch_size: found 4; expected 1"),
-        ({"device": "cuda"}, "device: found cuda; expected cpu"),
+        ({"device": "cuda:1"}, "device: found cuda:1; expected cpu"),
         ({"max_length": 65}, "max_length: found 65 tokens; expected 2 to 64"),
         ({"kv": "9/9"}, "--kv: found '9/9'"),
         ({"miss": "hope"}, "--miss: found 'hope'"),
@@ -166,6 +167,12 @@ def test_local_tasks(
 def test_arguments_that_cannot_be(prepared: PreparedModel, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(MisuseError, match=message):
         StrataFluxLM(str(prepared.folder), **arguments)
+
+
+def test_what_the_command_says_when_nothing_was_said_is_taken(prepared: PreparedModel, tmp_path: Path) -> None:
+    said = EvaluatorConfig()
+    common = {"batch_size": said.batch_size, "max_batch_size": said.max_batch_size, "device": said.device}
+    assert StrataFluxLM.create_from_arg_obj({"prepared": str(prepared.folder), "runtime_dir": str(tmp_path)}, common)
 
 
 def test_without_a_daemon(prepared: PreparedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
