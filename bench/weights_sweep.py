@@ -34,12 +34,51 @@ from strataflux.client.prepare.fit_layer import FitRun, fit_layer
 from strataflux.client.prepare.source import ModelSource, open_source
 from strataflux.client.prepare.states import StateFolder
 from strataflux.client.prepare.statistics import LayerStatistics, row_groups
-from strataflux.client.runtime.models import SETS, DecoderWeights, LayerWeights, ModelConfig
+from strataflux.client.runtime.models import SETS, DecoderWeights, LayerWeights, ModelConfig, WeightSource
+from strataflux.client.schemes import BUNDLES
 from strataflux.kernels.residual import round_residual
 
 # The rtn base's search; its module is compiled, so its settings stand here, and a test compares them.
 RTN_SHRINK, RTN_EXPONENT = torch.linspace(1.0, 0.7, 7), 2.5
 GUIDES = 4
+
+
+class HeldStates(StateFolder):
+    """States in memory, where a disk would take longer than a GPU does."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {}
+
+    def has(self, name: str) -> bool:
+        return name in self.held
+
+    def save(self, name: str, tensor: Tensor) -> None:
+        self.held[name] = tensor
+
+    def load(self, name: str) -> Tensor:
+        return self.held[name]
+
+    def drop(self, name: str) -> None:
+        self.held.pop(name, None)
+
+
+class HeldSource:
+    """A model that was read already."""
+
+    def __init__(self, weights: DecoderWeights) -> None:
+        self.config, self._weights = weights.config, weights
+
+    def embedding(self) -> Tensor:
+        return self._weights.embedding
+
+    def norm(self) -> Tensor:
+        return self._weights.norm
+
+    def head(self) -> Tensor:
+        return self._weights.head
+
+    def layer(self, index: int) -> LayerWeights:
+        return self._weights.layers[index]
 
 
 @dataclass(frozen=True, order=True)
@@ -148,7 +187,7 @@ def _rounded(variant: Variant, layer: LayerWeights, name: str) -> QuantizedMatri
 
 
 def quantize_all(
-    source: ModelSource, calibration: Calibration, variants: Sequence[Variant], damping: float
+    source: WeightSource, calibration: Calibration, variants: Sequence[Variant], damping: float
 ) -> dict[Variant, Model]:
     quantizer = Quantizer(source.config, variants, damping)
     if any(variant.needs == "gradients" for variant in variants):
@@ -159,28 +198,40 @@ def quantize_all(
     else:
         for index in range(source.config.layers):
             quantizer(index, source.layer(index).to(calibration.device), LayerStatistics({}, {}))
+    for variant, seconds in quantizer.seconds.items():
+        print(f"{variant}: quantized in {seconds:.1f} s", file=sys.stderr)
     return quantizer.models
 
 
 Refinement = list[dict[str, Tensor]]
 
 
+def bundled(k: int) -> int:
+    """Neurons per 1,024 whose bundles are as many bytes as ``k`` channels: a bundle is 4/3 of its share of them."""
+    return round(3 * k / 4)
+
+
 def fitted(
-    model: Model, weights: DecoderWeights, calibration: Calibration, budgets: Sequence[int]
-) -> dict[int, Refinement]:
-    """Refinement values by budget, as they are stored: fitted, then rounded to 4 bits."""
+    model: Model, weights: DecoderWeights, calibration: Calibration, plain: Refinement, budgets: Sequence[int]
+) -> dict[tuple[int, str], Refinement]:
+    """Refinement values by budget and MLP scheme, as they are stored: fitted, then rounded to 4 bits."""
     config = weights.config
-    run = FitRun(config, calibration.turns(config), dict.fromkeys(SETS, budgets), dict.fromkeys(SETS, 32))
+    wanted = {**dict.fromkeys(SETS, budgets), BUNDLES: [bundled(k) for k in budgets]}
+    run = FitRun(config, calibration.turns(config), wanted, dict.fromkeys(SETS, 32))
     hidden = weights.embedding[calibration.tokens.to(calibration.device)]
-    values: dict[int, Refinement] = {k: [] for k in budgets}
+    values: dict[tuple[int, str], Refinement] = {(k, mlp): [] for k in budgets for mlp in ("channels", "bundles")}
     chosen: dict[str, int] = {}
     for index in range(config.layers):
         residuals = model.residuals(index)
-        carried = {name: round_residual(residual) for name, residual in residuals.items()}
-        hidden, moments = fit_layer(run, model.low[index], carried, hidden)
+        hidden, moments = fit_layer(run, model.low[index], plain[index], hidden)
         for k in budgets:
             fits = {name: moments.fit(name, k, residuals[name]) for name in SETS}
-            values[k].append({name: round_residual(fit.values) for name, fit in fits.items()})
+            fits[BUNDLES] = moments.fit(BUNDLES, bundled(k), residuals["down"])
+            rounded = {name: round_residual(fit.values) for name, fit in fits.items()}
+            values[k, "channels"].append({name: rounded[name] for name in SETS})
+            # Rows of bundles see all of their input: the residual is best for them.
+            own = {"gate_up": plain[index]["gate_up"], "down": rounded[BUNDLES]}
+            values[k, "bundles"].append({name: rounded[name] for name in ("qkv", "o")} | own)
             for fit in fits.values():
                 chosen[str(fit.multiplier)] = chosen.get(str(fit.multiplier), 0) + 1
     print(f"chosen multipliers of lambda: {chosen}", file=sys.stderr)
@@ -188,29 +239,28 @@ def fitted(
 
 
 def candidates(
-    model: Model, weights: DecoderWeights, calibration: Calibration, budgets: Sequence[int], fit: bool
+    model: Model, weights: DecoderWeights, calibration: Calibration, arguments: argparse.Namespace
 ) -> Iterator[tuple[dict[str, object], DenseModel]]:
-    yield {"k": 0, "fit": False, "choice": "largest"}, DenseModel(weights)
-    plain = [
-        {name: round_residual(residual) for name, residual in model.residuals(index).items()}
-        for index in range(weights.config.layers)
-    ]
+    budgets, layers = arguments.k, range(weights.config.layers)
+    plain = [{name: round_residual(residual) for name, residual in model.residuals(i).items()} for i in layers]
+    copies = [round_residual(model.exact[index].projections["down"].T).T for index in layers]
+    row: dict[str, object] = {"fit": False, "choice": "largest"}
+    yield row | {"k": 0}, DenseModel(weights)
     for k in (*budgets, 1024):
-        yield {"k": k, "fit": False, "choice": "largest"}, DenseModel(weights, plain, dict.fromkeys(SETS, k))
+        yield row | {"k": k}, DenseModel(weights, plain, dict.fromkeys(SETS, k))
     every = dict.fromkeys(SETS, 32)
-    yield {"k": 32, "fit": False, "choice": "random"}, DenseModel(weights, plain, every, "random")
-    copies = [round_residual(model.exact[index].projections["down"].T).T for index in range(weights.config.layers)]
+    yield row | {"k": 32, "choice": "random"}, DenseModel(weights, plain, every, "random")
     for k in budgets:
-        # As many bytes as channels at k: a bundle is 4/3 of what its neuron's share of them would be.
-        neurons = dict.fromkeys(SETS, k) | {"down": round(3 * k / 4)}
-        bundles = DenseModel(weights, plain, neurons, down_copies=copies)
-        yield {"k": k, "fit": False, "choice": "largest", "mlp": "bundles"}, bundles
-    for blocks in (0.5, 1.0, 2.0):
+        neurons = dict.fromkeys(SETS, k) | {"down": bundled(k)}
+        yield row | {"k": k, "mlp": "bundles"}, DenseModel(weights, plain, neurons, down_copies=copies)
+    for blocks in () if arguments.no_shifts else (0.5, 1.0, 2.0):
         shifted = DenseModel(weights, plain, every, shift=dict.fromkeys(SETS, blocks))
-        yield {"k": 32, "fit": False, "choice": "largest", "shift": blocks}, shifted
-    if fit:
-        for k, values in fitted(model, weights, calibration, budgets).items():
-            yield {"k": k, "fit": True, "choice": "largest"}, DenseModel(weights, values, dict.fromkeys(SETS, k))
+        yield row | {"k": 32, "shift": blocks}, shifted
+    if not arguments.no_fit:
+        for (k, mlp), values in fitted(model, weights, calibration, plain, budgets).items():
+            down, copied = (bundled(k), copies) if mlp == "bundles" else (k, ())
+            budget = dict.fromkeys(SETS, k) | {"down": down}
+            yield row | {"k": k, "fit": True, "mlp": mlp}, DenseModel(weights, values, budget, down_copies=copied)
 
 
 def references(weights: DecoderWeights, windows: Sequence[Sequence[int]]) -> Iterator[Reference]:
@@ -234,6 +284,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--damping", type=float, default=DAMPING, help="of lnq's Hessians")
     parser.add_argument("--k", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--no-fit", action="store_true")
+    parser.add_argument("--no-shifts", action="store_true", help="leave out fetch lead and lag")
     parser.add_argument("--device", default="cpu")
     return parser.parse_args()
 
@@ -242,7 +293,8 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
     found = []
     for bits in arguments.bits:
         for base in arguments.bases:
-            if base == "rtn" or (base == "awq" and bits > 2):
+            # With a scale a group, two bits are too few to begin with.
+            if base in ("rtn", "awq") and bits > 2:
                 found += [Variant(base, bits, group) for group in arguments.groups]
             elif base == "sqllm":
                 found.append(Variant(base, bits))
@@ -279,11 +331,9 @@ def main() -> None:
         ids = source.tokenizer().encode(read_text(arguments.text)).ids
         windows = cut_windows(arguments.text, ids, arguments.window - 1, arguments.windows)
         tokens = calibration_tokens(arguments, source, arguments.window * arguments.windows)
-        calibration = Calibration(tokens, StateFolder(Path(name) / "states"), device, guide_groups=GUIDES)
+        calibration = Calibration(tokens, HeldStates(), device, guide_groups=GUIDES)
         reference = DecoderWeights.read(source).to(device)
-        started = time.monotonic()
-        models = quantize_all(source, calibration, variants_of(arguments), arguments.damping)
-        print(f"all bases: {time.monotonic() - started:.1f} s", file=sys.stderr)
+        models = quantize_all(HeldSource(reference), calibration, variants_of(arguments), arguments.damping)
         for variant, model in models.items():
             report(variant, model, reference, windows, calibration, arguments)
             model.low.clear(), model.exact.clear()
@@ -298,7 +348,7 @@ def report(
     arguments: argparse.Namespace,
 ) -> None:
     started = time.monotonic()
-    tried = list(candidates(model, model.weights(reference), calibration, arguments.k, not arguments.no_fit))
+    tried = list(candidates(model, model.weights(reference), calibration, arguments))
     scores: list[list[Score]] = [[] for _ in tried]
     exact: list[Score] = []
     for window in references(reference, windows):
@@ -319,7 +369,7 @@ def report(
             "tokens": score.tokens,
         }
         print(json.dumps(settings | row | numbers | rest), flush=True)
-    print(f"{variant}: {time.monotonic() - started:.1f} s", file=sys.stderr)
+    print(f"{variant}: refined and scored in {time.monotonic() - started:.1f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -52,14 +52,27 @@ def budgets(by_name: dict[str, list[Row]]) -> str:
     return table(headings, by_name, line)
 
 
-def schedules(by_name: dict[str, list[Row]]) -> str:
-    """Channels against bundles of as many bytes, and shifts of all sets alike."""
+def bundles(by_name: dict[str, list[Row]]) -> str:
+    """Channels against bundles of as many bytes, plain and fitted."""
 
     def line(rows: list[Row]) -> list[str]:
-        both = [f"{cell(rows, k=k)} / {cell(rows, k=k, mlp='bundles')}" for k in (16, 32, 64)]
-        return both + [cell(rows, k=32, shift=blocks) for blocks in (0.5, 1.0, 2.0)]
+        return [
+            f"{cell(rows, k=k, fit=fit)} / {cell(rows, k=k, fit=fit, mlp='bundles')}"
+            for fit in (False, True)
+            for k in (16, 32, 64)
+        ]
 
-    return table(["k = 16", "k = 32", "k = 64", "s = 0.5", "s = 1", "s = 2"], by_name, line)
+    fitted = [f"k = {k}, fitted" for k in (16, 32, 64)]
+    return table(["k = 16", "k = 32", "k = 64", *fitted], by_name, line)
+
+
+def shifts(by_name: dict[str, list[Row]]) -> str:
+    """Shifts of all sets alike."""
+
+    def line(rows: list[Row]) -> list[str]:
+        return [cell(rows, k=32, shift=blocks) for blocks in (0.0, 0.5, 1.0, 2.0)]
+
+    return table(["s = 0", "s = 0.5", "s = 1", "s = 2"], by_name, line)
 
 
 def main() -> None:
@@ -71,8 +84,11 @@ def main() -> None:
     print(f"{first['tokens']} scored tokens, reference perplexity {first['reference_ppl']:.2f}; calibrated on")
     print(f"{first['calibration_tokens']} tokens of {first['calibration']}. Plain / fitted:\n")
     print(budgets(by_name))
-    print("\nChannels / bundles at equal bytes, then all four sets shifted by s blocks at k = 32:\n")
-    print(schedules(by_name))
+    print("\nChannels / bundles at equal bytes:\n")
+    print(bundles(by_name))
+    if any(row["shift"] for row in rows):
+        print("\nAll four sets shifted by s blocks at k = 32, plain:\n")
+        print(shifts(by_name))
 
 
 if __name__ == "__main__":

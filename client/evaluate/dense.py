@@ -27,8 +27,8 @@ from strataflux.kernels.topk import largest_mask
 
 __all__ = ["DenseModel", "dense_logits", "dense_reference", "dense_score", "score_logits"]
 
-# Rows of logits that are compared at a time: as float64 over a vocabulary of 128k they take 64 MiB.
-_ROWS = 64
+# Rows of logits that are compared at a time: as float64 over a vocabulary of 128k, 64 of them take 64 MiB.
+_ROWS_CPU, _ROWS_GPU = 64, 512
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ def score_logits(logits: Tensor, reference: Reference) -> Score:
 
 
 def _rows(log_p: Tensor) -> list[Tensor]:
-    return [log_p[start : start + _ROWS] for start in range(0, log_p.shape[0], _ROWS)]
+    step = _ROWS_GPU if log_p.is_cuda else _ROWS_CPU
+    return [log_p[start : start + step] for start in range(0, log_p.shape[0], step)]
 
 
 def _of_targets(log_q: Tensor, tokens: Sequence[int]) -> Tensor:
