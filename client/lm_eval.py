@@ -47,7 +47,7 @@ _LENGTH: Final = 2048
 _DEVICES: Final = (None, "cpu", "cuda:0")
 """The CPU, and what the harness's command passes to every model class unless told otherwise."""
 
-Scored = tuple[float, bool]
+_Scored = tuple[float, bool]
 """The log-probability of a continuation, and whether greedy decoding would have given it."""
 
 
@@ -122,7 +122,7 @@ class StrataFluxLM(TemplateLM):
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_named: Any
-    ) -> list[Scored]:
+    ) -> list[_Scored]:
         results = []
         for texts, context, continuation in tqdm(requests, disable=disable_tqdm, desc="Scoring"):
             results.append(self._score(context, continuation))
@@ -173,7 +173,7 @@ class StrataFluxLM(TemplateLM):
         if isinstance(self._sequence.model, RefinedModel):
             self._sequence.model.close()
 
-    def _score(self, context: list[int], continuation: list[int]) -> Scored:
+    def _score(self, context: list[int], continuation: list[int]) -> _Scored:
         if len(continuation) > self.max_length:
             found, most = f"a continuation of {len(continuation)} tokens", f"at most {self.max_length}"
             raise ContextFull("lm_eval", found, most, "raise max_length")
