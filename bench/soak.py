@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -184,13 +185,13 @@ def generation(daemon: Daemon) -> int:
 def kill_clients(daemon: Daemon, store: Path, times: int, counts: Counts) -> None:
     _clients(daemon, store, 20)  # what a daemon allocates once is no leak
     _await_no_session(daemon)
-    descriptors, memory = daemon.descriptors(), daemon.memory_kib()
+    descriptors, memory = _settled(daemon.descriptors), daemon.memory_kib()
     for done in range(0, times, BATCH):
         batch = min(BATCH, times - done)
         counts.wrong_bytes += _clients(daemon, store, batch)
         counts.clients_killed += batch
     counts.sessions_left += _await_no_session(daemon)
-    counts.descriptors_left += max(0, daemon.descriptors() - descriptors)
+    counts.descriptors_left += max(0, _settled(daemon.descriptors) - descriptors)
     counts.memory_grown_kib = daemon.memory_kib() - memory
 
 
@@ -198,6 +199,16 @@ def _clients(daemon: Daemon, store: Path, times: int) -> int:
     command = [sys.executable, "-P", __file__, "--as-parent", str(daemon.folder), str(store), str(times)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return int(done.stdout)
+
+
+def _settled(count: Callable[[], int]) -> int:
+    """``count`` once it has been the same for a second: a daemon closes what hung up, but not in the same moment."""
+    last, same = count(), 0
+    while same < 20:
+        time.sleep(0.05)
+        now = count()
+        last, same = now, same + 1 if now == last else 0
+    return last
 
 
 def _await_no_session(daemon: Daemon) -> int:
