@@ -46,8 +46,6 @@ __all__ = [
     "uniform_width",
 ]
 
-_SINKS = 4
-"""First positions of a text, whose keys and values are unlike all others: not looked at."""
 _GAINS = torch.logspace(-1.2, 0.2, 22)
 """Standard deviations of a coordinate before its bound, tried for each."""
 _GAIN_TOKENS = 8192
@@ -67,6 +65,9 @@ class FsqSettings:
     """``balanced`` weighs keys and values by their variances alone."""
     sequential: bool = True
     ridge: float = 1e-4
+    skipped: int = 0
+    """First positions of each sequence that are not looked at. Their keys and values are unlike all others, but a code
+    that never saw them cuts them off at the ends of its grid, and every later position attends to them."""
 
     def __post_init__(self) -> None:
         if self.nbytes < 1:
@@ -193,7 +194,9 @@ def convert_layer(
         settings: size and manner of the code.
     """
     inputs, target_inputs = (
-        rms_norm(hidden, (config.hidden,), layer.attention_norm, config.norm_epsilon)[:, _SINKS:].flatten(0, 1)
+        rms_norm(hidden, (config.hidden,), layer.attention_norm, config.norm_epsilon)[:, settings.skipped :].flatten(
+            0, 1
+        )
         for hidden in (fed, exact)
     )
     matrix = layer.projections["qkv"][config.heads * config.head_dim :]

@@ -98,7 +98,7 @@ def test_bits_by_direction_beat_equal_bits_of_the_same_bytes(synthetic: Syntheti
 
 def test_errors_are_those_of_the_text(synthetic: Synthetic) -> None:
     found = synthetic.converted(nbytes=96, levels=16, bound="clamp")
-    x = rms_norm(synthetic.hidden[0, 4:], (HIDDEN,), synthetic.layer.attention_norm, 1e-6)
+    x = rms_norm(synthetic.hidden[0], (HIDDEN,), synthetic.layer.attention_norm, 1e-6)
     exact = x @ synthetic.layer.projections["qkv"][HIDDEN:].T
     errors = (exact - found.layer.decode(found.layer.encode(x)))[:, :KEYS].norm()
     assert float(errors / (exact - exact.mean(0))[:, :KEYS].norm()) == pytest.approx(found.key_error, rel=1e-3)
