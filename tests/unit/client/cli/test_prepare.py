@@ -1,12 +1,15 @@
 """``strataflux prepare``: a prepared folder that is whole, or an explanation and nothing."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strataflux.client.prepare.prepared import open_prepared
+from strataflux.client.prepare.settings import BASES
 from strataflux.client.prepare.verify import verify_prepared
 from tests.unit.client.cli.conftest import Run
+from tests.unit.client.prepare.test_sources import gguf_tensors, hf_tensors, write_gguf, write_hf
 
 
 def names(folder: Path) -> list[str]:
@@ -129,16 +132,54 @@ def test_bases_that_calibrate(
     assert rows["reference"]["ppl"] > 1
 
 
-def test_both_schemes_and_a_ladder_for_a_tuner(tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run) -> None:
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    ("changes", "written"),
+    [({"architecture": "qwen3", "head_dim": 32}, {}), ({"tied_head": False}, {"rope_scaling": LLAMA3})],
+    ids=["qwen3", "llama3"],
+)
+def test_folders_of_both_architectures_with_every_base(
+    base: str,
+    changes: dict[str, Any],
+    written: dict[str, Any],
+    tmp_path: Path,
+    tiny_source: Any,
+    prose: Path,
+    run: Run,
+) -> None:
+    source = tiny_source.with_config(intermediate=128, **changes)
+    write_hf(tmp_path / "model", source, hf_tensors(source), **written)
+    fixed = ("--bits", 3, "--fit", "auto", "--mlp", "both", "--calibration", prose, "--calibration-tokens", 2048)
+    said = run("prepare", tmp_path / "model", tmp_path / "out", "--base", base, *fixed, "--json")
+    assert said.code == 0, said.err
+    assert said.json()["sets"] == ["qkv", "o", "gate_up", "down", "mlp"]
+    verify_prepared(open_prepared(tmp_path / "out"))
+    scored = run("eval", tmp_path / "out", "--text", prose, "--tokens", 40, "--windows", 1, "--dense", "--json")
+    assert scored.code == 0, scored.err
+    assert 0 < scored.json()["refined"]["kl"] < 1.05 * scored.json()["base"]["kl"]
+
+
+def test_both_schemes_and_a_ladder_for_a_tuner(tmp_path: Path, tiny_source: Any, prose: Path, run: Run) -> None:
+    narrow, model = tiny_source.with_config(intermediate=128), tmp_path / "narrow.gguf"
+    write_gguf(model, narrow, gguf_tensors(narrow))
     text = ("--calibration", prose, "--calibration-tokens", 2048)
-    said = run("prepare", tiny_gguf, tmp_path / "a", "--mlp", "both", "--fit", "auto", *text, "--json")
+    said = run("prepare", model, tmp_path / "a", "--mlp", "both", "--fit", "auto", *text, "--json")
     assert said.code == 0, said.err
     assert said.json()["sets"] == ["qkv", "o", "gate_up", "down", "mlp"]
     assert (said.json()["mlp"], said.json()["ladder"]) == ("channels", [8, 128])
-    said = run("prepare", tiny_gguf, tmp_path / "b", "--fit", "auto", "--ladder", "64,16,32", *text, "--json")
+    said = run("prepare", model, tmp_path / "b", "--fit", "auto", "--ladder", "64,16,32", *text, "--json")
     assert said.json()["ladder"] == [16, 64]
     for options in (("--fit", "auto", "--ladder", "none"), ("--ladder", "auto")):
-        said = run("prepare", tiny_gguf, tmp_path / "c", *options, *text, "--force", "--json")
+        said = run("prepare", model, tmp_path / "c", *options, *text, "--force", "--json")
         assert said.json()["ladder"] == []
 
 

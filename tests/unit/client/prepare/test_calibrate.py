@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from strataflux.client.errors import InputError
-from strataflux.client.prepare.calibrate import Calibration, calibration_windows, walk_back, walk_forward
+from strataflux.client.prepare.calibrate import Calibration, calibration_windows, draw, walk_back, walk_forward
 from strataflux.client.prepare.errors import DamagedModel
 from strataflux.client.prepare.states import StateFolder
 from strataflux.client.prepare.statistics import LayerStatistics, row_groups
@@ -64,7 +64,15 @@ def drawn_tokens(source: Any) -> Tensor:
     random = torch.Generator().manual_seed(0)
     weights = DecoderWeights.read(source)
     rows = [torch.softmax(forward_text(weights, row.tolist()), -1) for row in TOKENS]
-    return torch.stack([torch.multinomial(row, 1, generator=random)[:, 0] for row in rows])
+    return torch.stack([draw(row, random)[:, 0] for row in rows])
+
+
+def test_what_is_drawn_has_its_probability_and_never_none() -> None:
+    p = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0]).expand(40000, 6)
+    drawn = draw(p, torch.Generator().manual_seed(1))
+    shares = torch.bincount(drawn[:, 0], minlength=6) / 40000
+    assert shares[p[0] == 0].tolist() == [0.0, 0.0, 0.0]
+    torch.testing.assert_close(shares, p[0], rtol=0, atol=0.01)
 
 
 def test_statistics_are_those_of_the_whole_model(tmp_path: Path, tiny_source: Any) -> None:
