@@ -6,41 +6,35 @@ A client that is refused can tell its user what differs: layouts by number, iden
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from strataflux.daemon.access import Peer, StoreAccess
 from strataflux.daemon.config import AttachConfig
 from strataflux.daemon.errors import Refusal
 from strataflux.daemon.interface import ServedStore, SessionRequest
+from strataflux.daemon.quotas import Holder, Quotas
 from strataflux.proto import layout
 from strataflux.proto.messages import MAX_ATTACHED_TABLES, Hello, StoreRef
 
-__all__ = ["RESERVE_SHARE", "Admission", "Holder", "ring_log2"]
+__all__ = ["RESERVE_SHARE", "Admission", "ring_log2"]
 
 RESERVE_SHARE: Final = 16
 """The reader evicts ahead to keep one part in this many of the cache free, which no projection set can count on."""
 
 
-@dataclass(frozen=True)
-class Holder:
-    """A session that exists or is being made."""
-
-    uid: int
-    stores: tuple[int, ...]
-
-
 class Admission:
-    """Fixed after construction. ``stores`` and ``accesses`` are in the order of the served stores."""
+    """Fixed after construction. ``stores`` and ``accesses`` are by the index of the served stores."""
 
     def __init__(
         self,
-        stores: Sequence[ServedStore],
-        accesses: Sequence[StoreAccess],
+        stores: Mapping[int, ServedStore],
+        accesses: Mapping[int, StoreAccess],
         settings: AttachConfig,
         weight_bytes: int,
+        quotas: Quotas | None = None,
     ) -> None:
         self.settings = settings
+        self._quotas = quotas or Quotas()
         self._stores = stores
         self._accesses = accesses
         self._weight_bytes = weight_bytes
@@ -60,9 +54,12 @@ class Admission:
                 "install the same version of strataflux on both sides",
             )
         self._check_limits(peer, holders)
+        tenant = self._quotas.tenant_of(peer)
+        self._quotas.check(tenant, hello.kv is not None, holders)
         indices = self._find_stores(hello, peer, holders)
         self._check_set(hello.largest_set_bytes)
-        return SessionRequest(peer.uid, peer.gid, peer.pid, indices, ring_log2(hello.selections_per_step), hello.kv)
+        log2 = ring_log2(hello.selections_per_step)
+        return SessionRequest(peer.uid, peer.gid, peer.pid, indices, log2, hello.kv, tenant)
 
     def _check_limits(self, peer: Peer, holders: Sequence[Holder]) -> None:
         settings = self.settings
@@ -97,8 +94,8 @@ class Admission:
 
     def _find_store(self, wanted: StoreRef, peer: Peer) -> int:
         """The index of the store of that digest. What the peer may not use is not shown to it either."""
-        usable = [i for i, access in enumerate(self._accesses) if access.allows(peer)]
-        for index, store in enumerate(self._stores):
+        usable = [i for i, access in self._accesses.items() if access.allows(peer)]
+        for index, store in self._stores.items():
             if store.manifest.identity_digest == wanted.digest:
                 if index in usable:
                     return index

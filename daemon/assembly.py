@@ -17,19 +17,15 @@ __all__ = ["compile_everything", "make_reader", "open_stores"]
 def open_stores(config: Config) -> list[Store]:
     """Open and validate every store, in the order of the configuration; all or none.
 
-    Stores under the same access rule share a domain: only they may lie side by side in one segment of memory.
-
     Raises:
         StoreError, DirectIoUnavailable: of the first store that cannot be served.
     """
-    domains: dict[object, int] = {}
     opened: list[Store] = []
     try:
         for store in config.stores:
             rule = (store.share, store.allow_uids, store.allow_groups)
-            domain = domains.setdefault(rule, len(domains))
             direct_io = config.reader.direct_io
-            opened.append(open_served(store.path, direct_io=direct_io, preload=store.preload, domain=domain))
+            opened.append(open_served(store.path, direct_io=direct_io, preload=store.preload, rule=rule))
     except BaseException:
         for done in opened:
             done.close()
@@ -48,6 +44,7 @@ def make_reader(config: Config, stores: Sequence[Store], idle_seconds: float) ->
         idle_seconds=idle_seconds,
         kv=_kv_settings(config),
         quarantine_seconds=config.reader.quarantine_seconds,
+        tenants=config.tenants,
     )
     return ReaderThread(settings, stores)
 

@@ -17,15 +17,17 @@ import enum
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, Final
 
 from strataflux.daemon.access import Peer, peer_of, pidfd_of
-from strataflux.daemon.admission import Admission, Holder
+from strataflux.daemon.admission import Admission
 from strataflux.daemon.attached import AttachCounters, AttachedClient
 from strataflux.daemon.errors import DaemonError, Refusal
 from strataflux.daemon.interface import OpenedSession, Reader, SessionRequest
 from strataflux.daemon.notices import SegmentNotices
+from strataflux.daemon.quotas import Holder
 from strataflux.proto import layout, messages
 from strataflux.proto.errors import ContractError, MessageError
 
@@ -73,6 +75,11 @@ class AttachServer:
         return [c.attached for c in self._connections if c.attached is not None and c.state is State.ATTACHED]
 
     @property
+    def tenant_sessions(self) -> Counter[str]:
+        """How many sessions live, by tenant. Any thread."""
+        return Counter(c.attached.tenant for c in list(self._connections) if c.attached is not None)
+
+    @property
     def session_count(self) -> int:
         """How many sessions live. Any thread."""
         return self.counters.attached - self.counters.ended.total()
@@ -80,7 +87,11 @@ class AttachServer:
     @property
     def holders(self) -> list[Holder]:
         """What sessions, living or in the making, hold."""
-        return [Holder(c.peer.uid, c.request.stores) for c in self._connections if c.request is not None]
+        return [
+            Holder(c.peer.uid, c.request.stores, c.request.tenant, c.request.kv is not None)
+            for c in self._connections
+            if c.request is not None
+        ]
 
     def stop_intake(self) -> None:
         """Take no more connections and refuse what has not attached yet; tell the sessions that the end is near."""
@@ -93,6 +104,10 @@ class AttachServer:
                 connection.send(messages.Draining())
             else:
                 connection.refuse(_DRAINING)
+
+    def holds(self, store: int) -> bool:
+        """Whether a session, living, in the making or just being freed, has a store."""
+        return any(c.request is not None and store in c.request.stores for c in self._connections)
 
     def reattach(self, store: int, reason: str) -> int:
         """End the sessions of a store and have them attach again; how many."""
@@ -308,7 +323,8 @@ class _Connection:
             if self.state is State.CLOSED:
                 await self._free(opened.index)
                 return
-            self.attached = AttachedClient(opened.index, opened.session_id, self.peer, client, request.stores)
+            ids = (opened.index, opened.session_id)
+            self.attached = AttachedClient(*ids, self.peer, client, request.stores, request.tenant)
             self._server.counters.attached += 1
             if self.send(self._welcome(opened), opened.descriptors):
                 self.state = State.ATTACHED

@@ -36,3 +36,4 @@ class AttachedClient:
     peer: Peer
     client: str
     stores: tuple[int, ...]
+    tenant: str

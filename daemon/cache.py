@@ -14,9 +14,10 @@ slots in use equals its FILLING + VALID + RETIRED slots.
 
 from strataflux.cache_policy import budget, lru
 from strataflux.cache_policy.base import later_by, wide
+from strataflux.daemon.counting import follow, kind_of, unfollow
+from strataflux.daemon.rows import EVICTED_CAPACITY
 from strataflux.daemon.state import (
     ABSENT,
-    AGE_BUCKETS,
     FILLING,
     FREE,
     NONE,
@@ -168,12 +169,12 @@ def publish(c: Core, entry: int) -> None:
     slot.filled = clock
     c.classes[slot.cls].filling -= 1
     lru.insert(c.policy, entry, wide(slot.cls), table << _TABLE_SHIFT | oid, clock, wide(slot.score))
+    follow(c, entry, slot_number(c, entry))
     set_pending(c, table, oid, PENDING_NONE | PENDING_SEEN)
     # SYNC: directory-entry (publish). Release: the record's bytes are visible before the entry that names them.
     store_release_u32(c.tables[table].directory + 4 * oid, slot_number(c, entry) + 1)
     c.tables[table].resident += 1
     c.tables[table].fills += 1
-    c.rd[0].fills += 1
     c.rd[0].filled_now += 1
 
 
@@ -195,9 +196,14 @@ def quarantine(c: Core, table: int, oid: int) -> None:
 
 
 @borrowing
-def retire(c: Core, entry: int) -> None:
-    """VALID → RETIRED: take the directory entry back; the slot joins the open grace batch."""
+def retire(c: Core, entry: int, cause: int) -> None:
+    """VALID → RETIRED for an EVICTED_* cause: take the directory entry back; the slot joins the open grace batch."""
     slot = c.slots[entry]
+    kind = kind_of(c.tables[slot.table])
+    _look_once_more(c, entry)
+    c.evicted[kind, cause] += 1
+    c.kinds[kind].fills_unused += slot.used == 0
+    unfollow(c, entry)
     lru.remove(c.policy, entry, True)
     # The fence that follows is the batch's: grace.close_batch. SYNC: directory-entry (publish).
     store_release_u32(c.tables[slot.table].directory + 4 * wide(slot.oid), layout.ENTRY_ABSENT)
@@ -207,9 +213,16 @@ def retire(c: Core, entry: int) -> None:
     c.rd[0].open_count += 1
     c.classes[slot.cls].retired += 1
     c.tables[slot.table].resident -= 1
-    c.rd[0].evictions += 1
-    if slot.used == 0:
-        c.ages[AGE_BUCKETS - 1] += 1
+
+
+@borrowing
+def _look_once_more(c: Core, entry: int) -> None:
+    """Whether a slot that is about to go was used after all since it was filled, that tick included."""
+    if c.slots[entry].used == 0:
+        since, sessions = (wide(c.slots[entry].filled) - 1) & 0xFFFFFFFF, c.stamp_owner[layout.MAX_SESSIONS]
+        stamp = lru.newest_stamp(slot_number(c, entry), since, c.rd[0].clock, c.stamps, c.stepped, sessions)
+        if stamp != since:
+            _note_use(c, entry)
 
 
 @borrowing
@@ -264,7 +277,7 @@ def evict_one(c: Core, cls: int) -> bool:
         since = (wide(slot.filled) - 1) & 0xFFFFFFFF if awaited else position
         stamp = lru.newest_stamp(slot_number(c, entry), since, clock, c.stamps, c.stepped, sessions)
         if stamp != since:
-            _note_use(c, entry, stamp)
+            _note_use(c, entry)
         if later_by(position, stamp) > 0:
             stamp = position
         pinned = slot.used == 0 and slot.pinned != 0 and later_by(wide(slot.pinned), clock) > 0
@@ -273,25 +286,19 @@ def evict_one(c: Core, cls: int) -> bool:
         if attempt == lru.REINSERTIONS or (stamp == position and not pinned):
             if pinned:
                 return False
-            retire(c, entry)
+            retire(c, entry, EVICTED_CAPACITY)
             return True
         lru.touch(c.policy, entry, stamp, 0)
     return False
 
 
 @borrowing
-def _note_use(c: Core, entry: int, stamp: int) -> None:
-    """First sign that a fill was worth it: how long it took until somebody read it."""
+def _note_use(c: Core, entry: int) -> None:
+    """A sign that a fill was worth it; the first counts."""
     slot = c.slots[entry]
     if slot.used == 0:
         slot.used = 1
-        c.rd[0].fills_useful += 1
-        age = max(later_by(stamp, wide(slot.filled)), 0)
-        bucket = 0
-        while age > 0 and bucket < AGE_BUCKETS - 2:
-            age >>= 1
-            bucket += 1
-        c.ages[bucket] += 1
+        c.kinds[kind_of(c.tables[slot.table])].fills_useful += 1
 
 
 @borrowing
@@ -317,7 +324,7 @@ def ask_page(c: Core, cls: int) -> None:
         c.tails[other] = lru.tail_clock(c.policy, other)
     page = budget.pick_drain(c.pages, cls, c.tails, c.rd[0].clock)
     if page != budget.NO_PAGE:
-        drain_page(c, page)
+        drain_page(c, page, EVICTED_CAPACITY)
 
 
 @borrowing
@@ -339,13 +346,13 @@ def leave_page(c: Core, page: int) -> None:
 
 
 @borrowing
-def drain_page(c: Core, page: int) -> None:
-    """Retire what is VALID in a DRAINING page and take its FREE slots out of circulation."""
+def drain_page(c: Core, page: int, cause: int) -> None:
+    """Retire what is VALID in a DRAINING page and take its FREE slots out of circulation, for an EVICTED_* cause."""
     cls = wide(c.pages.pages[page].owner)
     per_page = _UNITS // c.classes[cls].units
     for entry in range(page * _UNITS, page * _UNITS + per_page):
         if c.slots[entry].state == VALID:
-            retire(c, entry)
+            retire(c, entry, cause)
         elif c.slots[entry].state == FREE:
             _unlink_free(c, entry, cls)
             c.slots[entry].state = ABSENT

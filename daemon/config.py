@@ -5,7 +5,7 @@ Order of precedence: flag, file, default. systemd/stratafluxd.toml shows every k
 """
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -16,10 +16,12 @@ from strataflux.daemon.values import Address, key
 from strataflux.proto import layout
 
 __all__ = [
+    "MAX_TENANTS",
     "AttachConfig",
     "CacheConfig",
     "Config",
     "HealthConfig",
+    "ImportsConfig",
     "KvConfig",
     "LifeConfig",
     "LogConfig",
@@ -29,10 +31,12 @@ __all__ = [
     "ReaderConfig",
     "ScrubConfig",
     "StoreConfig",
+    "TenantConfig",
     "load_config",
     "resolve_config",
 ]
 
+MAX_TENANTS: Final = 16
 _MIB: Final = 1 << 20
 _LARGEST_BUDGET: Final = layout.MAX_SEGMENTS * layout.SEGMENT_MAX_BYTES
 _FILE_MAX_BYTES: Final = 1 << 20
@@ -55,6 +59,34 @@ class StoreConfig:
     # performance
     preload: bool = key(values.boolean, False)
     """Reading ahead costs one sequential pass over the store; without it the cache warms by misses."""
+
+
+@dataclass(frozen=True)
+class TenantConfig:
+    """One ``[[tenant]]``. Behaviour: a group of users, and what it may hold. Whoever is in none is not bounded so."""
+
+    name: str
+    """In metrics and listings."""
+    uids: tuple[int, ...] | None = key(values.user_list, None)
+    gids: tuple[int, ...] | None = key(values.group_list, None)
+    """Who belongs to it; of several that name a user the first counts."""
+    max_sessions: int = key(values.number(0, layout.MAX_SESSIONS), layout.MAX_SESSIONS)
+    kv_sessions: int = key(values.number(0, 16), 16)
+    """Of ``kv.sessions``."""
+    kv_file_bytes: int = key(values.size(0, 1 << 50), 1 << 50)
+    """On disk, for the KV blocks of all its sessions together."""
+    share: int = key(values.number(1, 100), 10)
+    """Of the reads, in relation to the other tenants' while several ask; everybody in no tenant counts as 10."""
+
+
+@dataclass(frozen=True)
+class ImportsConfig:
+    """``[imports]``. Behaviour: the folder of stores that are imported, added and removed while the service runs."""
+
+    folder: Path | None = key(values.optional_folder, None)  # noqa: RUF009 – a field, as in the other sections
+    """Absent: ``stores`` in the service's state folder; without one there is none."""
+    free_bytes: int = key(values.size(0, 1 << 50), 1 << 30)
+    """Left free on its file system by imports."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +208,8 @@ class Config:
 
     runtime_dir: Path | None = None
     stores: tuple[StoreConfig, ...] = ()
+    tenants: tuple[TenantConfig, ...] = ()
+    imports: ImportsConfig = field(default_factory=ImportsConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     kv: KvConfig = field(default_factory=KvConfig)
     reader: ReaderConfig = field(default_factory=ReaderConfig)
@@ -211,6 +245,7 @@ def resolve_config(
 ) -> Config:
     """As :func:`load_config`, for a table that was parsed from ``source``."""
     sections = {
+        "imports": ImportsConfig,
         "cache": CacheConfig,
         "kv": KvConfig,
         "reader": ReaderConfig,
@@ -222,7 +257,7 @@ def resolve_config(
         "metrics": MetricsConfig,
         "log": LogConfig,
     }
-    known = {"runtime_dir", "store", *sections}
+    known = {"runtime_dir", "store", "tenant", *sections}
     _refuse_unknown(table, known, source, "")
     flags = {override.key: override for override in overrides}
     runtime_dir = None
@@ -234,7 +269,12 @@ def resolve_config(
         name: _section(kind, table.get(name, {}), source, name, flags) for name, kind in sections.items()
     }
     _refuse_crossed(parsed["memory"], source)
-    return Config(runtime_dir=runtime_dir, stores=_stores(table.get("store", []), source, stores), **parsed)
+    return Config(
+        runtime_dir=runtime_dir,
+        stores=_stores(table.get("store", []), source, stores),
+        tenants=_tenants(table.get("tenant", []), source),
+        **parsed,
+    )
 
 
 def _refuse_crossed(memory: MemoryConfig, source: str) -> None:
@@ -263,26 +303,40 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _stores(raw: object, source: str, added: Sequence[str]) -> tuple[StoreConfig, ...]:
-    if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
-        raise ConfigError(f"{source}:store", _shown(raw), "[[store]] tables", "write [[store]], once a store")
-    found: list[StoreConfig] = []
-    for number, table in enumerate(raw):
-        prefix = f"store[{number}]"
-        if "path" not in table:
-            raise ConfigError(f"{source}:{prefix}.path", "no such key", values.folder.expected, "name the store")
-        path = _parse(values.folder, table["path"], f"{source}:{prefix}.path")
-        rest = {name: value for name, value in table.items() if name != "path"}
-        found.append(_section(StoreConfig, rest, source, prefix, {}, path=path))
+    found = list(_named(StoreConfig, raw, source, "store", "path", values.folder))
     found.extend(StoreConfig(_parse(values.folder, path, "--store")) for path in added)
-    _refuse_twice(found, source)
+    _refuse_twice([store.path for store in found], f"{source}:store")
     return tuple(found)
 
 
-def _refuse_twice(stores: Sequence[StoreConfig], source: str) -> None:
-    paths = [store.path for store in stores]
-    for path in paths:
-        if paths.count(path) > 1:
-            raise ConfigError(f"{source}:store", f"{path} twice", "each store once", "remove one of the two")
+def _tenants(raw: object, source: str) -> tuple[TenantConfig, ...]:
+    found = list(_named(TenantConfig, raw, source, "tenant", "name", values.label))
+    _refuse_twice([tenant.name for tenant in found], f"{source}:tenant")
+    if len(found) > MAX_TENANTS:
+        raise ConfigError(
+            f"{source}:tenant", f"{len(found)} of them", f"at most {MAX_TENANTS}", "name groups, and not single users"
+        )
+    return tuple(found)
+
+
+def _named(kind: type[S], raw: object, source: str, table: str, name: str, name_kind: values.Kind[Any]) -> Iterator[S]:
+    """Each of ``[[table]]``, whose key ``name`` has to be there."""
+    if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
+        raise ConfigError(
+            f"{source}:{table}", _shown(raw), f"[[{table}]] tables", f"write [[{table}]], once for each of them"
+        )
+    for number, item in enumerate(raw):
+        prefix = f"{table}[{number}]"
+        if name not in item:
+            raise ConfigError(f"{source}:{prefix}.{name}", "no such key", name_kind.expected, f"set {name}")
+        given = {name: _parse(name_kind, item[name], f"{source}:{prefix}.{name}")}
+        yield _section(kind, {k: v for k, v in item.items() if k != name}, source, prefix, {}, **given)
+
+
+def _refuse_twice(names: Sequence[object], subject: str) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(subject, f"{name} twice", "each once", "remove one of the two")
 
 
 def _section(kind: type[S], table: object, source: str, prefix: str, flags: Mapping[str, Override], **given: Any) -> S:

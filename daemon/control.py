@@ -1,8 +1,8 @@
 """gRPC methods of the control plane, and the two private servers that speak them.
 
-Which methods exist depends on the server: administrators' is :class:`AdminMethods`; the readers' is its base, where an
-admin method is only a refusal. What chooses between them is :mod:`strataflux.daemon.front`, since gRPC cannot see a
-Unix peer's credentials. Errors of ours become gRPC statuses here and nowhere else.
+Which methods exist depends on the server: administrators' is :class:`AdminMethods`; the readers' is its base. What
+chooses between them is :mod:`strataflux.daemon.front`, since gRPC cannot see a Unix peer's credentials; who may call
+what, for how long, and what errors become is :mod:`strataflux.daemon.rpc_guard`'s.
 """
 
 # ruff: noqa: ARG002, N802 – gRPC names the methods, and passes both arguments whether they are of use or not
@@ -12,10 +12,10 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -23,20 +23,23 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from strataflux.daemon.access import ADMIN, READER
 from strataflux.daemon.attach import AttachServer
+from strataflux.daemon.catalog import Catalog
 from strataflux.daemon.config import Config
-from strataflux.daemon.errors import RuntimeFolderError
+from strataflux.daemon.control_stores import StoreMethods
+from strataflux.daemon.errors import ConfigError, RuntimeFolderError
 from strataflux.daemon.health import Health
-from strataflux.daemon.interface import Reader, ServedStore
+from strataflux.daemon.import_store import CHUNK_MAX_BYTES
+from strataflux.daemon.interface import Reader
 from strataflux.daemon.rpc_counter import RpcCounter
+from strataflux.daemon.rpc_guard import RpcGuard
 from strataflux.proto import control_pb2, control_pb2_grpc, layout
 from strataflux.proto.store_format import canonical_json
 
-__all__ = ["ERROR_METADATA", "SERVICE_NAME", "AdminMethods", "ControlPlane", "ReaderMethods", "Service"]
+__all__ = ["SERVICE_NAME", "AdminMethods", "ControlPlane", "ReaderMethods", "Service"]
 
-ERROR_METADATA: Final = "strataflux-error-bin"
 SERVICE_NAME: Final = "strataflux.control.v1.Control"
 
-_OPTIONS: Final = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 * 1024))
+_MESSAGE_BYTES: Final = {READER: 64 * 1024, ADMIN: CHUNK_MAX_BYTES + 64 * 1024}
 _MAX_CALLS: Final = 64
 _INTERVAL_SECONDS: Final = (0.1, 3600.0)
 
@@ -51,7 +54,7 @@ class Service:
     config: Callable[[], Config]
     """What is in force now."""
     reader: Reader
-    stores: Sequence[ServedStore]
+    catalog: Catalog[Any]
     attach: AttachServer
     health: Health
     begin_drain: Callable[[], bool]
@@ -91,11 +94,11 @@ class ReaderMethods(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.ListStoresRequest, context: _Context
     ) -> control_pb2.ListStoresResponse:
         """The served stores, in the order of their indices."""
-        rows = self._stats().stores
+        rows = {row.index: row for row in self._stats().stores}
         clients = self._service.attach.clients
         stores = []
-        for index, store in enumerate(self._service.stores):
-            manifest = store.manifest
+        for index, entry in sorted(self._service.catalog.served.items()):
+            manifest = entry.store.manifest
             stores.append(
                 control_pb2.Store(
                     digest=manifest.identity_digest,
@@ -103,11 +106,11 @@ class ReaderMethods(control_pb2_grpc.ControlServicer):
                     generation=manifest.generation,
                     records=manifest.record_count,
                     bytes=manifest.records_bytes,
-                    preload=store.preload,
-                    share=self._service.config().stores[index].share,
+                    preload=entry.store.preload,
+                    share=entry.config.share,
                     sessions=sum(index in client.stores for client in clients),
                     path=str(manifest.folder) if self.role == ADMIN else "",
-                    stats=rows[index] if index < len(rows) else None,
+                    stats=rows.get(index),
                     sections=[
                         control_pb2.Section(layer=part.layer, set=part.set, records=part.count)
                         for part in manifest.sections
@@ -121,15 +124,17 @@ class ReaderMethods(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.ListSessionsResponse:
         """The sessions that live."""
         rows = {row.index: row for row in self._stats().sessions}
-        digests = [store.manifest.identity_digest for store in self._service.stores]
+        served = self._service.catalog.served.items()
+        digests = {index: entry.store.manifest.identity_digest for index, entry in served}
         sessions = [
             control_pb2.Session(
                 session=client.session_id,
                 client=client.client,
                 uid=client.peer.uid,
                 pid=client.peer.pid,
-                stores=[digests[index] for index in client.stores],
+                stores=[digests.get(index, "") for index in client.stores],
                 stats=rows.get(client.index),
+                tenant=client.tenant,
             )
             for client in self._service.attach.clients
         ]
@@ -145,14 +150,8 @@ class ReaderMethods(control_pb2_grpc.ControlServicer):
         """The same at an interval, until the client cancels or the service stops."""
         shortest, longest = _INTERVAL_SECONDS
         if not shortest <= request.interval_seconds <= longest:
-            await _abort(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "interval_seconds",
-                f"{request.interval_seconds:g}",
-                f"{shortest:g} … {longest:g}",
-                "ask for another interval",
-            )
+            found, limit = f"{request.interval_seconds:g}", f"{shortest:g} … {longest:g}"
+            raise ConfigError("interval_seconds", found, limit, "ask for another interval")
         while not self._stopping.is_set():
             yield self._stats()
             try:
@@ -160,32 +159,22 @@ class ReaderMethods(control_pb2_grpc.ControlServicer):
             except TimeoutError:
                 continue
 
-    async def GetConfig(
-        self, request: control_pb2.GetConfigRequest, context: _Context
-    ) -> control_pb2.GetConfigResponse:
-        """Administrators only."""
-        await self._deny(context, "GetConfig")
-
-    async def Drain(self, request: control_pb2.DrainRequest, context: _Context) -> control_pb2.DrainResponse:
-        """Administrators only."""
-        await self._deny(context, "Drain")
-
     def _stats(self) -> control_pb2.Stats:
         message: control_pb2.Stats = _message(
             control_pb2.Stats, self._service.reader.snapshot(), at_seconds=time.monotonic()
         )
         return message
 
-    async def _deny(self, context: _Context, method: str) -> NoReturn:
-        expected = f"root or the service's own user (uid {os.geteuid()})"
-        code = grpc.StatusCode.PERMISSION_DENIED
-        await _abort(context, code, method, "a caller who may only read", expected, "call it as that user")
-
 
 class AdminMethods(ReaderMethods):
     """What root and the service's own user may ask."""
 
     role = ADMIN
+
+    def __init__(self, service: Service, stopping: asyncio.Event) -> None:
+        super().__init__(service, stopping)
+        # fixed after construction
+        self._stores = StoreMethods(service.catalog)
 
     async def GetConfig(
         self, request: control_pb2.GetConfigRequest, context: _Context
@@ -197,6 +186,22 @@ class AdminMethods(ReaderMethods):
     async def Drain(self, request: control_pb2.DrainRequest, context: _Context) -> control_pb2.DrainResponse:
         """Stop as the first SIGTERM does."""
         return control_pb2.DrainResponse(begun=self._service.begin_drain())
+
+    async def AddStore(self, request: control_pb2.AddStoreRequest, context: _Context) -> control_pb2.AddStoreResponse:
+        """Serve one more store."""
+        return await self._stores.add(request)
+
+    async def RemoveStore(
+        self, request: control_pb2.RemoveStoreRequest, context: _Context
+    ) -> control_pb2.RemoveStoreResponse:
+        """Serve a store no more."""
+        return await self._stores.remove(request)
+
+    async def ImportStore(
+        self, request_iterator: AsyncIterator[control_pb2.ImportStoreRequest], context: _Context
+    ) -> control_pb2.ImportStoreResponse:
+        """Receive a store and serve it."""
+        return await self._stores.receive(request_iterator)
 
 
 class ControlPlane:
@@ -219,7 +224,15 @@ class ControlPlane:
             RuntimeFolderError: a socket cannot be bound.
         """
         for methods in (ReaderMethods(self._service, self._stopping), AdminMethods(self._service, self._stopping)):
-            server = grpc.aio.server(interceptors=(self.rpcs,), options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
+            guard = RpcGuard(SERVICE_NAME, methods.role)
+            server = grpc.aio.server(
+                interceptors=(self.rpcs, guard),
+                options=(
+                    ("grpc.so_reuseport", 0),
+                    ("grpc.max_receive_message_length", _MESSAGE_BYTES[methods.role]),
+                ),
+                maximum_concurrent_rpcs=_MAX_CALLS,
+            )
             control_pb2_grpc.add_ControlServicer_to_server(methods, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             path = self.addresses[methods.role]
@@ -260,12 +273,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return value
-
-
-async def _abort(
-    context: _Context, code: grpc.StatusCode, subject: str, found: str, expected: str, remedy: str
-) -> NoReturn:
-    detail = control_pb2.ErrorDetail(subject=subject, found=found, expected=expected, remedy=remedy)
-    text = f"{subject}: found {found}; expected {expected}; {remedy}"
-    await context.abort(code, text, trailing_metadata=((ERROR_METADATA, detail.SerializeToString()),))
-    raise AssertionError("abort returned")

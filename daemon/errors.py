@@ -4,6 +4,8 @@
     ├── MisuseError                  the operator's to change; nothing was started, exit code 2
     │   ├── ConfigError              an unknown key, a value of another kind or out of bounds, an unreadable file
     │   ├── CacheTooLarge            budgets beyond the memory there is
+    │   ├── AlreadyServed            a store that is served, or a name that is taken
+    │   ├── NotServed                no such store
     │   ├── SocketInUse              a live daemon holds the runtime folder
     │   └── RuntimeFolderError       the runtime folder cannot be made, trusted or bound in
     └── FailureError                 the world's: nothing the operator wrote is wrong
@@ -13,10 +15,11 @@
         └── Refusal                  an attach request that cannot be met; goes to the client, not to the operator
 
 Contracts between processes raise ``strataflux.proto.errors.ContractError`` with the same four parts. Errno and gRPC
-errors become ours at one boundary each: ``runtime_dir.py`` and ``control.py``.
+errors become ours at one boundary each: ``runtime_dir.py`` and ``rpc_errors.py``.
 """
 
 __all__ = [
+    "AlreadyServed",
     "CacheTooLarge",
     "ConfigError",
     "DaemonError",
@@ -24,10 +27,12 @@ __all__ = [
     "EngineUnavailable",
     "FailureError",
     "MisuseError",
+    "NotServed",
     "ReaderFailed",
     "Refusal",
     "RuntimeFolderError",
     "SocketInUse",
+    "start_error",
 ]
 
 
@@ -61,6 +66,14 @@ class CacheTooLarge(MisuseError):
     """The cache budgets exceed the memory that is free for this process."""
 
 
+class AlreadyServed(MisuseError):
+    """The store is served already, or another has its name."""
+
+
+class NotServed(MisuseError):
+    """No such store is served, or lies in the folder of imports."""
+
+
 class SocketInUse(MisuseError):
     """Another daemon that is alive holds the runtime folder."""
 
@@ -91,3 +104,12 @@ class Refusal(FailureError):
     def __init__(self, code: str, subject: object, found: str, expected: str, remedy: str) -> None:
         super().__init__(subject, found, expected, remedy)
         self.code = code
+
+
+def start_error(error: Exception) -> DaemonError:
+    """What a start raises for whatever stopped the reader thread before it ran."""
+    if isinstance(error, DaemonError):
+        return error
+    failed = ReaderFailed("reader thread", f"{type(error).__name__}: {error}", "a start", "see the log; report this")
+    failed.__cause__ = error
+    return failed

@@ -19,7 +19,8 @@ from prometheus_client.registry import Collector
 
 from strataflux.daemon.errors import ConfigError
 from strataflux.daemon.histograms import HISTOGRAMS, INFOS
-from strataflux.daemon.metrics import METRICS, Moment
+from strataflux.daemon.metrics import METRICS
+from strataflux.daemon.moment import Moment
 from strataflux.daemon.values import Address
 
 __all__ = ["Exporter", "Probe", "StrataFluxCollector"]

@@ -25,9 +25,11 @@ from strataflux.daemon.cache import (
     quarantine,
     slot_address,
 )
+from strataflux.daemon.counting import bucket_of, kind_of
 from strataflux.daemon.puts import buffer_base, finish_write, is_gone
 from strataflux.daemon.requests import drop, pop, push_again, put_back, release
-from strataflux.daemon.state import DEPTH_BUCKETS, FILL_BUCKETS_US, NONE, Core
+from strataflux.daemon.rows import ERRNOS
+from strataflux.daemon.state import AHEAD, DEPTH_BUCKETS, FILL_BUCKETS_US, NONE, Core
 from strataflux.proto import layout
 from strataflux.proto.atomics import load_u32
 from strataflux.proto.checksum import copy_crc32c
@@ -162,7 +164,7 @@ def _wait_or_drop(c: Core, place: int) -> None:
 def _drop_for_grace(c: Core, place: int) -> None:
     c.rd[0].dropped_grace += 1
     session = wide(c.queue[place].session)
-    if session != NONE:
+    if session >= 0:
         c.sessions[session].dropped_grace += 1
     drop(c, place)
 
@@ -185,6 +187,7 @@ def _open_window(c: Core, entry: int) -> int:
     w.chain = entry
     w.count = 1
     w.submitted_us = c.rd[0].now_us
+    w.ahead = c.slots[entry].session == AHEAD
     return wide(window)
 
 
@@ -235,7 +238,7 @@ def _send(c: Core, e: Any, window: int) -> None:
     engines.submit(e, window, table.descriptor, w.buffer + w.done, w.length - w.done, w.offset + w.done, False)
     c.rd[0].reads += 1
     c.rd[0].depth_sum += c.rd[0].in_flight
-    c.depths[_bucket(_DEPTHS, c.rd[0].in_flight)] += 1
+    c.depths[bucket_of(_DEPTHS, c.rd[0].in_flight)] += 1
 
 
 @borrowing
@@ -258,7 +261,10 @@ def _finish(c: Core, e: Any, window: int, result: int) -> None:
     if result < 0 or (result == 0 and w.done < w.needed):
         _read_failed(c, e, window, result)
         return
-    c.rd[0].read_bytes += result
+    if w.ahead:
+        c.kinds[kind_of(c.tables[w.table])].ahead_bytes += result
+    else:
+        c.kinds[kind_of(c.tables[w.table])].read_bytes += result
     c.tables[w.table].read_bytes += result
     before = w.done
     w.done += result
@@ -272,7 +278,7 @@ def _finish(c: Core, e: Any, window: int, result: int) -> None:
         return
     took = c.rd[0].now_us - w.submitted_us
     c.rd[0].read_us_sum += took
-    c.read_us[_bucket(_BUCKETS_US, took)] += 1
+    c.read_us[bucket_of(_BUCKETS_US, took)] += 1
     entry = w.chain
     while entry != NONE:
         after = wide(c.slots[entry].next)
@@ -296,7 +302,7 @@ def _read_failed(c: Core, e: Any, window: int, result: int) -> None:
     if result == -_EAGAIN or result == -_EINTR:
         _send(c, e, window)
         return
-    c.rd[0].io_errors += 1
+    c.errnos[0, min(-result, ERRNOS - 1)] += 1
     entry = w.chain
     while entry != NONE:
         after = wide(c.slots[entry].next)
@@ -320,7 +326,7 @@ def _verify(c: Core, base: int, entry: int) -> None:
     table, oid = wide(c.slots[entry].table), wide(c.slots[entry].oid)
     found = copy_crc32c(slot_address(c, entry), base + offset, length)
     if np.uint32(found) != load_u32(c.tables[table].checksums + 4 * oid):
-        c.rd[0].corrupt += 1
+        c.kinds[kind_of(c.tables[table])].corrupt += 1
         c.tables[table].corrupt += 1
         _give_up(c, entry)
     elif is_draining(c, entry) or is_gone(c, table, oid):
@@ -339,7 +345,7 @@ def _give_up(c: Core, entry: int) -> None:
     if tried >= _RETRIES:
         quarantine(c, table, oid)
         return
-    c.rd[0].retries += 1
+    c.kinds[kind_of(c.tables[table])].retries += 1
     push_again(c, entry, tried + 1)
 
 
@@ -348,24 +354,21 @@ def _count_fill(c: Core, entry: int) -> None:
     """Statistics of a fill, and the pin of one that a client is waiting for."""
     slot = c.slots[entry]
     took = (c.rd[0].now_us - wide(slot.asked_us)) & _OID
-    c.fill_us[_bucket(_BUCKETS_US, took)] += 1
-    c.rd[0].fill_us_sum += took
+    kind = kind_of(c.tables[slot.table])
+    c.fill_us[kind, bucket_of(_BUCKETS_US, took)] += 1
+    c.kinds[kind].fill_us_sum += took
     session = wide(slot.session)
-    if session != NONE:
+    if session == AHEAD:
+        c.kinds[kind].fills_preload += 1
+    else:
+        c.kinds[kind].fills += 1
+    if session >= 0:
         c.sessions[session].fills += 1
+        c.tenants[c.lanes[session].tenant].fills += 1
         deadline = wide(load_u32(c.sessions[session].page + _AWAITING))
         left = later_by(deadline, c.rd[0].clock)
         if deadline and 0 < left <= _PIN_AT_MOST:
             slot.pinned = deadline
-
-
-@borrowing
-def _bucket(bounds: Any, value: int) -> int:
-    """The first bound that ``value`` does not exceed; one more than there are for the rest."""
-    bucket = 0
-    while bucket < len(bounds) and value > bounds[bucket]:
-        bucket += 1
-    return bucket
 
 
 @borrowing
@@ -385,9 +388,8 @@ def start_preload(c: Core, e: Any) -> int:
                 t.preload_next = NONE
                 break
             slot = c.slots[entry]
-            slot.retries, slot.session, slot.score, slot.next = 0, NONE, 0, NONE
+            slot.retries, slot.session, slot.score, slot.next = 0, AHEAD, 0, NONE
             slot.asked_us = c.rd[0].now_us & _OID
             _send(c, e, _open_window(c, entry))
-            c.rd[0].fills_preload += 1
             started += 1
     return started

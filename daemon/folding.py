@@ -9,11 +9,14 @@ from typing import Final
 
 import numpy as np
 
-from strataflux.daemon.state import AGE_BUCKETS, DEPTH_BUCKETS, FILL_BUCKETS_US
+from strataflux.daemon.kind_stats import read_errors, read_kinds, read_kv, read_tenants, read_writes
+from strataflux.daemon.rows import AGE_BUCKETS_STEPS, GAP_BUCKETS_US, KINDS
+from strataflux.daemon.state import DEPTH_BUCKETS, FILL_BUCKETS_US
 from strataflux.daemon.stats import (
     CacheStats,
     ClassStats,
     FillStats,
+    KindStats,
     LookupStats,
     ReadStats,
     RequestStats,
@@ -27,7 +30,6 @@ from strataflux.proto import layout
 __all__ = ["CounterFold", "read_stats"]
 
 _CLAMP: Final = 1 << 40
-_AGE_BOUNDS: Final = tuple((1 << bucket) - 1 for bucket in range(AGE_BUCKETS - 2))
 
 
 @dataclass
@@ -67,26 +69,23 @@ class CounterFold:
 
 
 def read_stats(tier: Tier, fold: CounterFold) -> Stats:
-    """A :class:`Stats` of this moment."""
+    """A :class:`Stats` of this moment. Totals are sums of the numbers by kind, each read once."""
     rd = tier.core.rd[0]
-    totals = fold.totals
+    kinds = read_kinds(tier)
     return Stats(
-        lookups=LookupStats(**{name: totals[name] for name in LookupStats.__dataclass_fields__}),
-        requests=RequestStats(
-            taken=int(rd["requests"]),
-            cold=int(rd["cold"]),
-            evicted=int(rd["evicted_again"]),
-            duplicates=int(rd["duplicates"]),
-            resident_already=int(rd["resident_already"]),
-            quarantined=int(rd["quarantine_hits"]),
-            invalid=int((tier.core.sessions["invalid"] + tier.core.sessions["holes"]).sum()) + tier.invalid_closed,
-            dropped_ring=totals["ring_dropped"],
-            dropped_queue=int(rd["dropped_queue"]),
-            dropped_grace=int(rd["dropped_grace"]),
-        ),
-        fills=_fills(tier),
-        reads=_reads(tier),
-        caches=(_cache(tier),),
+        lookups=LookupStats(**{name: fold.totals[name] for name in LookupStats.__dataclass_fields__}),
+        requests=_requests(tier, fold, kinds),
+        fills=_fills(kinds),
+        reads=_reads(tier, kinds),
+        writes=read_writes(tier),
+        kv=read_kv(tier),
+        kinds=kinds,
+        io_errors=read_errors(tier),
+        tenants=read_tenants(tier),
+        ring_depth=sum(_waiting(tier, index) for index in list(tier.rows)),
+        age_bounds_steps=AGE_BUCKETS_STEPS,
+        gap_bounds_us=GAP_BUCKETS_US,
+        caches=tuple(_cache(tier, kind) for kind in range(len(KINDS))),
         classes=tuple(_classes(tier)),
         stores=tuple(_stores(tier)),
         sessions=tuple(_sessions(tier, fold)),
@@ -97,32 +96,49 @@ def read_stats(tier: Tier, fold: CounterFold) -> Stats:
     )
 
 
-def _fills(tier: Tier) -> FillStats:
+def _requests(tier: Tier, fold: CounterFold, kinds: tuple[KindStats, ...]) -> RequestStats:
     rd = tier.core.rd[0]
-    return FillStats(
-        fills=int(rd["fills"]),
-        useful=int(rd["fills_useful"]),
-        preloaded=int(rd["fills_preload"]),
-        corrupt=int(rd["corrupt"]),
-        retries=int(rd["retries"]),
-        evictions=int(rd["evictions"]),
-        latency_us=int(rd["fill_us_sum"]),
-        latency_bounds_us=FILL_BUCKETS_US,
-        latency_counts=tuple(int(n) for n in tier.core.fill_us),
-        unused=int(tier.core.ages[-1]),
-        age_bounds_ticks=_AGE_BOUNDS,
-        age_counts=tuple(int(n) for n in tier.core.ages[:-1]),
+    return RequestStats(
+        taken=sum(kind.requests for kind in kinds),
+        cold=sum(kind.cold for kind in kinds),
+        evicted=sum(kind.evicted for kind in kinds),
+        duplicates=sum(kind.duplicates for kind in kinds),
+        resident_already=sum(kind.resident_already for kind in kinds),
+        quarantined=sum(kind.quarantined for kind in kinds),
+        invalid=int((tier.core.sessions["invalid"] + tier.core.sessions["holes"]).sum()) + tier.invalid_closed,
+        dropped_ring=fold.totals["ring_dropped"],
+        dropped_queue=int(rd["dropped_queue"]),
+        dropped_grace=int(rd["dropped_grace"]),
     )
 
 
-def _reads(tier: Tier) -> ReadStats:
+def _fills(kinds: tuple[KindStats, ...]) -> FillStats:
+    return FillStats(
+        fills=sum(kind.asked + kind.preloaded for kind in kinds),
+        useful=sum(kind.useful for kind in kinds),
+        unused=sum(kind.unused for kind in kinds),
+        preloaded=sum(kind.preloaded for kind in kinds),
+        put=sum(kind.put for kind in kinds),
+        corrupt=sum(kind.corrupt for kind in kinds),
+        retries=sum(kind.retries for kind in kinds),
+        evictions=sum(
+            kind.evictions_capacity + kind.evictions_pressure + kind.evictions_epoch + kind.evictions_clear
+            for kind in kinds
+        ),
+        latency_us=sum(kind.latency_us for kind in kinds),
+        latency_bounds_us=FILL_BUCKETS_US,
+        latency_counts=tuple(map(sum, zip(*(kind.latency_counts for kind in kinds), strict=True))),
+    )
+
+
+def _reads(tier: Tier, kinds: tuple[KindStats, ...]) -> ReadStats:
     rd = tier.core.rd[0]
     return ReadStats(
         reads=int(rd["reads"]),
-        bytes=int(rd["read_bytes"]),
+        bytes=sum(kind.demand_bytes + kind.ahead_bytes for kind in kinds),
         merged=int(rd["merged"]),
         short_reads=int(rd["short_reads"]),
-        errors=int(rd["io_errors"]),
+        errors=int(tier.core.errnos.sum()),
         direct_fallbacks=int(tier.core.tables["fallbacks"].sum()),
         microseconds=int(rd["read_us_sum"]),
         in_flight=int(rd["in_flight"]),
@@ -135,13 +151,30 @@ def _reads(tier: Tier) -> ReadStats:
     )
 
 
-def _cache(tier: Tier) -> CacheStats:
-    classes = tier.core.classes[: int(tier.core.rd[0]["n_classes"])]
+def _waiting(tier: Tier, index: int) -> int:
+    """Entries of a session's ring that were not taken yet; its tail may be rubbish."""
+    row, session = tier.rows.get(index), tier.core.sessions[index]
+    if row is None:
+        return 0
+    waiting = int(row.page.view(layout.SESSION_PAGE)[0]["ring_tail"]) - int(session["head"])
+    return waiting if 0 < waiting <= 1 << int(session["ring_log2"]) else 0
+
+
+def _is_kv(tier: Tier, budget: int) -> bool:
+    """KV places have the budgets after those of the stores."""
+    return budget >= len(tier.core.pages.pools) - len(tier.places)
+
+
+def _cache(tier: Tier, kind: int) -> CacheStats:
+    pools = tier.core.pages.pools["pages"]
+    mine = [at for at in range(len(pools)) if _is_kv(tier, at) == (kind == 1)]
+    known = int(tier.core.rd[0]["n_classes"])
+    classes = tier.core.classes[:known][np.isin(tier.core.pages.classes["budget"][:known], mine)]
     size = classes["units"] * layout.SLOT_UNIT_BYTES
     valid = classes["slots"] - classes["free"] - classes["filling"] - classes["retired"]
     return CacheStats(
-        kind="weight",
-        capacity_bytes=int(tier.core.pages.pools["pages"].sum()) * layout.CACHE_PAGE_BYTES,
+        kind=KINDS[kind],
+        capacity_bytes=int(pools[mine].sum()) * layout.CACHE_PAGE_BYTES,
         free_bytes=int((classes["free"] * size).sum()),
         filling_bytes=int((classes["filling"] * size).sum()),
         valid_bytes=int((valid * size).sum()),
@@ -151,22 +184,25 @@ def _cache(tier: Tier) -> CacheStats:
 
 def _classes(tier: Tier) -> list[ClassStats]:
     rows = tier.core.classes[: int(tier.core.rd[0]["n_classes"])]
+    budgets = tier.core.pages.classes["budget"]
     return [
         ClassStats(
-            "weight",
+            KINDS[_is_kv(tier, int(budgets[cls]))],
             slot_bytes=int(row["units"]) * layout.SLOT_UNIT_BYTES,
             slots=int(row["slots"]),
             free=int(row["free"]),
             filling=int(row["filling"]),
             retired=int(row["retired"]),
         )
-        for row in rows
+        for cls, row in enumerate(rows)
     ]
 
 
 def _stores(tier: Tier) -> list[StoreStats]:
+    rows = [(number, tier.core.tables[number]) for number in sorted(tier.stores)]
     return [
         StoreStats(
+            index=number,
             resident_records=int(row["resident"]),
             fills=int(row["fills"]),
             quarantined=int(row["quarantined"]),
@@ -174,7 +210,7 @@ def _stores(tier: Tier) -> list[StoreStats]:
             direct_fallbacks=int(row["fallbacks"]),
             section_misses=_section_misses(tier, row),
         )
-        for row in tier.core.tables[: len(tier.stores)]
+        for number, row in rows
     ]
 
 

@@ -1,8 +1,10 @@
-"""Put a new generation of a store in the place of the one that is served. The reader thread only, between two turns.
+"""Put a new generation of a store in the place of the one that is served, or take a store out. The reader thread only,
+between two turns.
 
-Both have the same identity, so the same records under the same numbers: what changes is the file, its checksums and
-how it is read. Reads in flight end first and what is resident is evicted, so that no byte of the old file is published
-under a checksum of the new one; slots pass their grace as ever, and sessions are told to attach again by the caller.
+Both generations have the same identity, so the same records under the same numbers: what changes is the file, its
+checksums and how it is read. Reads in flight end first and what is resident is evicted, so that no byte of the old file
+is published under a checksum of the new one; slots pass their grace as ever, and sessions are told to attach again by
+the caller.
 """
 
 import ctypes
@@ -11,16 +13,20 @@ from collections.abc import Callable
 
 import numpy as np
 
+from strataflux.cache_policy import budget
 from strataflux.cache_policy.base import wide
-from strataflux.daemon.cache import retire
+from strataflux.daemon import requests
+from strataflux.daemon.cache import drain_page, retire
 from strataflux.daemon.errors import Refusal
+from strataflux.daemon.rows import EVICTED_EPOCH
 from strataflux.daemon.state import NONE, VALID, Core
 from strataflux.daemon.store import Store
+from strataflux.daemon.tables import largest_window
 from strataflux.daemon.tier import Tier
 from strataflux.proto import layout
 from strataflux.proto.compiled import compiled
 
-__all__ = ["empty_table", "replace_generation"]
+__all__ = ["empty_table", "release_class", "remove_store", "replace_generation"]
 
 
 @compiled
@@ -29,9 +35,41 @@ def empty_table(c: Core, table: int) -> int:
     count = 0
     for entry in range(c.slots.size):
         if c.slots[entry].state == VALID and wide(c.slots[entry].table) == table:
-            retire(c, entry)
+            retire(c, entry, EVICTED_EPOCH)
             count += 1
     return count
+
+
+@compiled
+def release_class(c: Core, cls: int) -> int:
+    """Give the pages of a size class that nobody uses any more back to its budget; how many."""
+    count = 0
+    for page in range(c.rd[0].range_pages):
+        if c.pages.pages[page].state == budget.OWNED and c.pages.pages[page].owner == cls:
+            budget.release(c.pages, page)
+            drain_page(c, page, EVICTED_EPOCH)
+            count += 1
+    return count
+
+
+def remove_store(tier: Tier, table: int, settle: Callable[[], None]) -> None:
+    """Serve table ``table`` no more and close its store.
+
+    Raises:
+        Refusal: a session has it; nothing was changed.
+    """
+    users = sum(table in row.stores for row in tier.rows.values())
+    if users:
+        subject = f"store {tier.stores[table].manifest.folder}"
+        raise Refusal("limit", subject, f"{users} sessions that use it", "none", "have them attach again first")
+    tier.core.tables[table]["preload_next"] = NONE
+    settle()
+    requests.drop_table(tier.core, table)  # after: a read that failed has its record queued again
+    empty_table(tier.core, table)
+    classes = tier.tables.classes_of(table)
+    tier.tables.remove(table).close()
+    for cls in classes.difference(*map(tier.tables.classes_of, tier.stores)):
+        release_class(tier.core, cls)
 
 
 def replace_generation(tier: Tier, table: int, fresh: Store, settle: Callable[[], None]) -> None:
@@ -67,10 +105,7 @@ def replace_generation(tier: Tier, table: int, fresh: Store, settle: Callable[[]
 
 def _refuse_another(tier: Tier, served: Store, fresh: Store) -> None:
     window = int(tier.core.rd[0]["window_bytes"])
-    largest = max(
-        layout.round_up(section.record_bytes, fresh.alignment) + 2 * fresh.alignment
-        for section in fresh.manifest.sections
-    )
+    largest = largest_window(fresh)
     same = fresh.manifest.identity_digest == served.manifest.identity_digest
     if same and fresh.manifest.sections == served.manifest.sections and largest <= window:
         return

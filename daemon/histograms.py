@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from strataflux.daemon.metrics import Moment
+from strataflux.daemon.moment import Moment
 from strataflux.daemon.rpc_counter import RPC_BOUNDS_SECONDS
+from strataflux.proto.store_format import FORMAT_VERSION
 
 __all__ = ["HISTOGRAMS", "INFOS", "Histogram", "Info"]
 
@@ -32,28 +33,61 @@ class Info:
     read: Callable[[Moment], Iterable[tuple[_Labels, Mapping[str, str]]]]
 
 
-def _micro(
-    bounds: Sequence[int], counts: Sequence[int], total: int
-) -> tuple[_Labels, list[float], Sequence[int], float]:
-    """A histogram kept in microseconds, in seconds."""
-    return (), [bound / 1e6 for bound in bounds], counts, total / 1e6
+_Rows = list[tuple[_Labels, Sequence[float], Sequence[int], float | None]]
+
+
+def _seconds(bounds_us: Sequence[int]) -> list[float]:
+    return [bound / 1e6 for bound in bounds_us]
+
+
+def _fills(m: Moment) -> _Rows:
+    bounds = _seconds(m.stats.fills.latency_bounds_us)
+    return [((kind.kind,), bounds, kind.latency_counts, kind.latency_us / 1e6) for kind in m.stats.kinds]
+
+
+def _gaps(m: Moment, which: str) -> _Rows:
+    bounds = _seconds(m.stats.gap_bounds_us)
+    return [
+        ((kind.kind,), bounds, getattr(kind, f"{which}_counts"), getattr(kind, f"{which}_us") / 1e6)
+        for kind in m.stats.kinds
+    ]
 
 
 HISTOGRAMS: Final[tuple[Histogram, ...]] = (
+    Histogram("strataflux_fill_seconds", "From request taken to record readable.", ("kind",), _fills),
     Histogram(
-        "strataflux_fill_seconds",
-        "From request taken to record readable.",
-        (),
-        lambda m: [
-            _micro(m.stats.fills.latency_bounds_us, m.stats.fills.latency_counts, m.stats.fills.latency_us),
-        ],
+        "strataflux_fill_age_steps",
+        "Sampled fills: steps that whoever asked began until the first use; the last bucket: later, or never.",
+        ("kind",),
+        lambda m: [((kind.kind,), m.stats.age_bounds_steps, kind.age_counts, None) for kind in m.stats.kinds],
+    ),
+    Histogram(
+        "strataflux_reuse_gap_seconds",
+        "Sampled records: from one use to the next, as seen every few ticks.",
+        ("kind",),
+        lambda m: _gaps(m, "reuse"),
+    ),
+    Histogram(
+        "strataflux_idle_before_evict_seconds",
+        "Sampled records: from the last use (or the fill) to the eviction.",
+        ("kind",),
+        lambda m: _gaps(m, "idle"),
     ),
     Histogram(
         "strataflux_ssd_read_seconds",
         "From a read's submission to its completion.",
         (),
         lambda m: [
-            _micro(m.stats.reads.latency_bounds_us, m.stats.reads.latency_counts, m.stats.reads.microseconds),
+            ((), _seconds(r.latency_bounds_us), r.latency_counts, r.microseconds / 1e6) for r in (m.stats.reads,)
+        ],
+    ),
+    Histogram(
+        "strataflux_ssd_write_seconds",
+        "From a write's submission to its completion.",
+        (),
+        lambda m: [
+            ((), _seconds(m.stats.reads.latency_bounds_us), w.latency_counts, w.microseconds / 1e6)
+            for w in (m.stats.writes,)
         ],
     ),
     Histogram(
@@ -61,12 +95,6 @@ HISTOGRAMS: Final[tuple[Histogram, ...]] = (
         "Reads in flight when one is submitted, itself included.",
         (),
         lambda m: [((), m.stats.reads.depth_bounds, m.stats.reads.depth_counts, m.stats.reads.depth_sum)],
-    ),
-    Histogram(
-        "strataflux_fill_age_ticks",
-        "Ticks of the reader's clock, of 1 ms or more while it works, from a fill to its first use.",
-        (),
-        lambda m: [((), m.stats.fills.age_bounds_ticks, m.stats.fills.age_counts, None)],
     ),
     Histogram(
         "strataflux_rpc_seconds",
@@ -90,6 +118,9 @@ INFOS: Final[tuple[Info, ...]] = (
         "strataflux_shard",
         "The stores that are served.",
         ("model",),
-        lambda m: [((served.digest,), {"epoch": str(served.generation)}) for served in m.stores],
+        lambda m: [
+            ((served.digest,), {"epoch": str(served.generation), "format": str(FORMAT_VERSION)})
+            for served in m.stores.values()
+        ],
     ),
 )

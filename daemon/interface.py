@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from strataflux.daemon.config import TenantConfig
 from strataflux.daemon.stats import Stats
 from strataflux.proto.messages import KvGeometry, SegmentInfo, TableInfo
 from strataflux.proto.store_format import Section
@@ -26,6 +27,8 @@ class SessionRequest:
     stores: tuple[int, ...]
     ring_log2: int
     kv: KvGeometry | None
+    tenant: str = ""
+    """Empty: everybody else."""
 
 
 class OpenedSession(Protocol):
@@ -83,7 +86,7 @@ class Manifest(Protocol):
 
 
 class ServedStore(Protocol):
-    """A store that is open. The index in the list of served stores is its name towards the reader."""
+    """A store that is open. Its index is its name towards the reader for as long as it is served."""
 
     @property
     def manifest(self) -> Manifest:
@@ -100,6 +103,9 @@ class ServedStore(Protocol):
     @property
     def alignment(self) -> int:
         """Of offsets, lengths and addresses of reads, in bytes."""
+
+    def close(self) -> None:
+        """Close its files; only of a store that the reader has not got."""
 
 
 class Reader(Protocol):
@@ -160,6 +166,15 @@ class Reader(Protocol):
 
     def review_quarantine(self) -> int:
         """Let records go that were quarantined for long enough; how many. Thread-safe."""
+
+    def set_tenants(self, tenants: Sequence[TenantConfig]) -> None:
+        """These are the tenants from now on. Thread-safe."""
+
+    def add_store(self, fresh: Any) -> int:
+        """Serve one more store, as opened by whoever opened the first: its index. Thread-safe. Raises Refusal."""
+
+    def remove_store(self, index: int) -> None:
+        """Serve a store no more, whose sessions have ended. Thread-safe. Raises Refusal."""
 
     def replace_store(self, index: int, fresh: Any) -> None:
         """Serve another generation of a store, as opened by whoever opened the first. Thread-safe. Raises Refusal."""

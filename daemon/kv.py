@@ -5,7 +5,6 @@ of the cache, its directory, its file (anonymous: nothing is left when the daemo
 FREE ── open ──► OPEN ── close ──► CLOSING ── settled (no read, write or grace holds it) ──► FREE.
 """
 
-import contextlib
 import errno
 import mmap
 import os
@@ -39,9 +38,9 @@ from strataflux.proto.segment import Segment, create
 
 __all__ = ["KvPlace", "KvSettings"]
 
+_COUNTERS = ("puts", "refused", "written", "failed", "write_bytes")
 _STRIDE = 64
 _FILE_ALIGNMENT = 4096
-_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 
 
 @dataclass(frozen=True)
@@ -139,6 +138,8 @@ class KvPlace:
         row["max_blocks"], row["blocks"] = geometry.max_blocks, blocks.ctypes.data
         row["staging"], row["staging_bytes"], row["put_ring"] = staging, staging_bytes, put_ring
         row["window"] = NONE
+        for name in _COUNTERS:  # totals over all sessions that had the place
+            row[name] = self.row[name]
         self._core.kv[self.number] = row
         self._free_blocks = list(range(geometry.max_blocks - 1, -1, -1))
 
@@ -220,6 +221,13 @@ class KvPlace:
         self._descriptors.append(direct)
         return direct, buffered, max(direct_alignment(direct), 1)
 
+    @property
+    def granted_bytes(self) -> int:
+        """On disk, or reserved there, for the blocks of its session."""
+        if not self.row["active"]:
+            return 0
+        return (int(self.row["max_blocks"]) - len(self._free_blocks)) * int(self.row["block_stride"])
+
     def grant(self, count: int) -> list[list[int]]:
         """Block ids as [first, count] ranges, their disk space reserved.
 
@@ -277,8 +285,8 @@ class KvPlace:
             return False
         stride = int(self.row["block_stride"])
         for first, count in ranges:
-            with contextlib.suppress(OSError):  # a file system without holes keeps the space for the next grant
-                _punch(self._descriptors[0], first * stride, count * stride)
+            # A file system without holes keeps the space for the next grant.
+            punch_hole(self._descriptors[0], first * stride, count * stride)
         self._free_blocks += sorted(blocks, reverse=True)
         return True
 
@@ -355,12 +363,6 @@ def _anonymous_file(folder: Path) -> int:
 def _free_bytes(descriptor: int) -> int:
     status = os.fstatvfs(descriptor)
     return status.f_bavail * status.f_frsize
-
-
-def _punch(descriptor: int, offset: int, length: int) -> None:
-    result = punch_hole(descriptor, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, offset, length)
-    if result < 0:
-        raise OSError(-result, os.strerror(-result))
 
 
 def _as_ranges(blocks: list[int]) -> list[list[int]]:

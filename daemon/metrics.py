@@ -1,64 +1,23 @@
 """Prometheus metrics: declared once, read from live state when scraped, served only where told to.
 
-The data path adds to plain integers; nothing here is touched until somebody scrapes. Ratios are left to PromQL, and no
-label has more values than there are kinds, states or served stores.
+The data path adds to plain integers; nothing here is touched until somebody scrapes. Ratios are left to PromQL:
+samples of one metric that differ in a label are disjoint and add up to their whole. No label has more values than there
+are kinds, states, errnos, served stores or configured tenants.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from strataflux.daemon.attached import AttachCounters
-from strataflux.daemon.pressure import MemoryState
-from strataflux.daemon.rpc_counter import RpcTimes
-from strataflux.daemon.stats import Stats
+from strataflux.daemon.moment import Moment, ServedFiles
 
-__all__ = ["METRICS", "Declaration", "Moment", "ServedFiles"]
+__all__ = ["METRICS", "Declaration"]
 
 _Labels = tuple[str, ...]
 _Sample = tuple[_Labels, float]
-
-
-class ServedFiles(NamedTuple):
-    """One served store. ``digest`` is shortened; ``used`` and ``free`` are bytes of the file system it lies in."""
-
-    digest: str
-    generation: int
-    records: int
-    bytes: int
-    used: int
-    free: int
-
-
-class Moment(NamedTuple):
-    """What one scrape sees."""
-
-    stats: Stats
-    attach: AttachCounters
-    control_connections: Mapping[str, int]
-    rpcs: Mapping[tuple[str, str], int]
-    """Calls that ended, by method and code."""
-    rpc_times: Mapping[str, RpcTimes]
-    sessions: int
-    stores: tuple[ServedFiles, ...]
-    reloads: Mapping[str, int]
-    last_reload: float
-    """Seconds since the epoch."""
-    scrubbed_bytes: int
-    scrub_passes: int
-    memory: MemoryState
-    releases: int
-    released_bytes: int
-    """Cache segments given back to the machine so far, and their bytes."""
-    ready: bool
-    degraded: Mapping[str, str]
-    progress_age_seconds: float
-    engine: str
-    direct_io: str
-    registered_buffers: bool
-    version: str
+_Read = Callable[[Moment], Iterable[_Sample]]
 
 
 @dataclass(frozen=True)
@@ -69,11 +28,23 @@ class Declaration:
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
     help: str
     labels: _Labels
-    read: Callable[[Moment], Iterable[_Sample]]
+    read: _Read
 
 
-def _one(read: Callable[[Moment], float]) -> Callable[[Moment], Iterable[_Sample]]:
+def _one(read: Callable[[Moment], float]) -> _Read:
     return lambda moment: [((), read(moment))]
+
+
+def _kinds(field: str) -> _Read:
+    """A number of each kind of record."""
+    return lambda m: [((kind.kind,), getattr(kind, field)) for kind in m.stats.kinds]
+
+
+def _split(**fields: str) -> _Read:
+    """Numbers of each kind, by the value of a second label."""
+    return lambda m: [
+        ((kind.kind, value), getattr(kind, field)) for kind in m.stats.kinds for value, field in fields.items()
+    ]
 
 
 def _lookups(m: Moment) -> Iterator[_Sample]:
@@ -93,15 +64,6 @@ def _dropped(m: Moment) -> Iterator[_Sample]:
     yield ("reader", "grace"), requests.dropped_grace
 
 
-def _miss_reasons(m: Moment) -> Iterator[_Sample]:
-    requests = m.stats.requests
-    yield ("weight", "cold"), requests.cold
-    yield ("weight", "evicted"), requests.evicted
-    yield ("weight", "pending"), requests.duplicates
-    yield ("weight", "resident"), requests.resident_already
-    yield ("weight", "corrupt"), requests.quarantined
-
-
 def _cache_bytes(m: Moment) -> Iterator[_Sample]:
     for cache in m.stats.caches:
         for state in ("free", "filling", "valid", "retired"):
@@ -109,55 +71,70 @@ def _cache_bytes(m: Moment) -> Iterator[_Sample]:
 
 
 def _cache_slots(m: Moment) -> Iterator[_Sample]:
-    for row in m.stats.classes:
-        label = (row.kind, str(row.slot_bytes))
-        yield (*label, "free"), row.free
-        yield (*label, "filling"), row.filling
-        yield (*label, "retired"), row.retired
-        yield (*label, "valid"), row.slots - row.free - row.filling - row.retired
+    sums: dict[_Labels, int] = {}
+    for row in m.stats.classes:  # access rules and KV sessions keep classes of the same size apart
+        valid = row.slots - row.free - row.filling - row.retired
+        states = {"free": row.free, "filling": row.filling, "retired": row.retired, "valid": valid}
+        for state, count in states.items():
+            label = (row.kind, str(row.slot_bytes), state)
+            sums[label] = sums.get(label, 0) + count
+    yield from sums.items()
 
 
-def _per_store(read: Callable[[Any], float]) -> Callable[[Moment], Iterator[_Sample]]:
-    def samples(m: Moment) -> Iterator[_Sample]:
-        for served, row in zip(m.stores, m.stats.stores, strict=False):
-            yield (served.digest,), read(row)
-
-    return samples
+def _per_store(read: Callable[[Any], float]) -> _Read:
+    """A number of each served store that is in both views of this moment."""
+    return lambda m: [((m.stores[row.index].digest,), read(row)) for row in m.stats.stores if row.index in m.stores]
 
 
-def _per_file(read: Callable[[ServedFiles], float]) -> Callable[[Moment], Iterator[_Sample]]:
-    return lambda m: (((served.digest,), read(served)) for served in m.stores)
+def _per_file(read: Callable[[ServedFiles], float]) -> _Read:
+    return lambda m: [((served.digest,), read(served)) for served in m.stores.values()]
+
+
+def _denied(m: Moment) -> Iterator[_Sample]:
+    yield ("store",), m.attach.refused["denied"]
+    yield ("role",), sum(count for (_, code), count in m.rpcs.items() if code == "PERMISSION_DENIED")
+
+
+def _tenants(field: str) -> _Read:
+    return lambda m: [((row.tenant,), getattr(row, field)) for row in m.stats.tenants]
+
+
+def _tenant_sessions(m: Moment) -> Iterator[_Sample]:
+    """Those of a tenant that is configured no more are everybody else's."""
+    left = dict(m.tenant_sessions)
+    for row in m.stats.tenants[1:]:
+        yield (row.tenant,), left.pop(row.tenant, 0)
+    for row in m.stats.tenants[:1]:
+        yield (row.tenant,), sum(left.values())
 
 
 _C: Final = CounterMetricFamily
 _G: Final = GaugeMetricFamily
 _S: Final = Declaration
+_KIND: Final = ("kind",)
+_MODEL: Final = ("model",)
+_TENANT: Final = ("tenant",)
 
-METRICS: Final[tuple[Declaration, ...]] = (
+_REQUESTS: Final = (
     _S("strataflux_lookups", _C, "Look-ups by clients, by result.", ("kind", "result"), _lookups),
-    _S("strataflux_requests", _C, "Requests taken from rings.", (), _one(lambda m: m.stats.requests.taken)),
-    _S("strataflux_miss_reason", _C, "Requests, by why the record missed.", ("kind", "reason"), _miss_reasons),
+    _S("strataflux_requests", _C, "Requests taken from rings.", _KIND, _kinds("requests")),
+    _S(
+        "strataflux_miss_reason",
+        _C,
+        "Requests, by why the record missed.",
+        ("kind", "reason"),
+        _split(
+            cold="cold", evicted="evicted", pending="duplicates", resident="resident_already", corrupt="quarantined"
+        ),
+    ),
     _S("strataflux_requests_dropped", _C, "Requests nobody will answer, by hop.", ("hop", "why"), _dropped),
+    _S("strataflux_ring_depth", _G, "Requests that wait in rings.", (), _one(lambda m: m.stats.ring_depth)),
     _S(
         "strataflux_ring_invalid",
         _C,
         "Ring positions without an entry.",
         (),
         _one(lambda m: m.stats.requests.invalid),
-    ),
-    _S("strataflux_fills", _C, "Records that became readable.", (), _one(lambda m: m.stats.fills.fills)),
-    _S("strataflux_fills_useful", _C, "Of these: looked up before eviction.", (), _one(lambda m: m.stats.fills.useful)),
-    _S("strataflux_fills_unused", _C, "Of these: evicted without.", (), _one(lambda m: m.stats.fills.unused)),
-    _S("strataflux_fills_preloaded", _C, "Of these: read ahead.", (), _one(lambda m: m.stats.fills.preloaded)),
-    _S("strataflux_fill_retries", _C, "Fills tried again after an error.", (), _one(lambda m: m.stats.fills.retries)),
-    _S("strataflux_evictions", _C, "Records evicted.", (), _one(lambda m: m.stats.fills.evictions)),
-    _S("strataflux_records_corrupt", _C, "Records with a wrong checksum.", (), _one(lambda m: m.stats.fills.corrupt)),
-    _S(
-        "strataflux_records_quarantined",
-        _G,
-        "Records that are not read any more, by store.",
-        ("model",),
-        _per_store(lambda row: row.quarantined),
     ),
     _S("strataflux_waits", _C, "Waits of clients for fills.", (), _one(lambda m: m.stats.lookups.waits)),
     _S(
@@ -176,22 +153,54 @@ METRICS: Final[tuple[Declaration, ...]] = (
     ),
     _S("strataflux_steps_invalid", _C, "Steps run again.", (), _one(lambda m: m.stats.lookups.steps_invalid)),
     _S("strataflux_fences", _C, "Sessions cut off from slots held too long.", (), _one(lambda m: m.stats.fences)),
+)
+
+_FILLS: Final = (
+    _S(
+        "strataflux_fills",
+        _C,
+        "Records that became readable: asked for, read ahead, or shown as they were put.",
+        ("kind", "cause"),
+        _split(request="asked", ahead="preloaded", put="put"),
+    ),
+    _S("strataflux_fills_useful", _C, "Records found used by the time they aged.", _KIND, _kinds("useful")),
+    _S("strataflux_fills_unused", _C, "Records evicted without a use.", _KIND, _kinds("unused")),
+    _S("strataflux_fill_retries", _C, "Fills tried again after an error.", _KIND, _kinds("retries")),
+    _S(
+        "strataflux_evictions",
+        _C,
+        "Records evicted, by why.",
+        ("kind", "cause"),
+        _split(**{name: f"evictions_{name}" for name in ("capacity", "pressure", "epoch", "clear")}),
+    ),
+    _S("strataflux_records_corrupt", _C, "Records read with a wrong checksum.", _KIND, _kinds("corrupt")),
+    _S(
+        "strataflux_records_quarantined",
+        _G,
+        "Records that are not read any more, by store.",
+        _MODEL,
+        _per_store(lambda row: row.quarantined),
+    ),
+)
+
+_CACHE: Final = (
     _S("strataflux_cache_bytes", _G, "Bytes of slots, by state.", ("kind", "state"), _cache_bytes),
     _S(
         "strataflux_cache_capacity_bytes",
         _G,
-        "Budget of the cache.",
-        ("kind",),
+        "Memory of the cache as it is now.",
+        _KIND,
         lambda m: [((cache.kind,), cache.capacity_bytes) for cache in m.stats.caches],
     ),
     _S("strataflux_cache_slots", _G, "Slots by size and state.", ("kind", "slot_bytes", "state"), _cache_slots),
     _S("strataflux_cache_page_moves", _C, "Pages that changed class.", (), _one(lambda m: m.stats.page_moves)),
+    _S("strataflux_index_entries", _G, "Records that can be asked for.", _KIND, _kinds("entries")),
     _S("strataflux_metadata_bytes", _G, "Memory beside the cache.", (), _one(lambda m: m.stats.metadata_bytes)),
     _S(
         "strataflux_memory_pressure",
         _G,
         "Share of the last 10 s in which tasks waited for memory.",
-        ("kind",),
+        _KIND,
         lambda m: [(("some",), m.memory.some_percent / 100), (("full",), m.memory.full_percent / 100)],
     ),
     _S(
@@ -201,30 +210,38 @@ METRICS: Final[tuple[Declaration, ...]] = (
         (),
         lambda m: [] if m.memory.available is None else [((), m.memory.available)],
     ),
-    _S(
-        "strataflux_config_reload",
-        _C,
-        "Reloads, by result.",
-        ("result",),
-        lambda m: sorted(((name,), count) for name, count in m.reloads.items()),
-    ),
-    _S(
-        "strataflux_config_last_success_timestamp_seconds",
-        _G,
-        "When the configuration in force was read.",
-        (),
-        _one(lambda m: m.last_reload),
-    ),
-    _S("strataflux_scrub_bytes", _C, "Read in the background to find damage.", (), _one(lambda m: m.scrubbed_bytes)),
-    _S("strataflux_scrub_passes", _C, "Times that all stores were read so.", (), _one(lambda m: m.scrub_passes)),
     _S("strataflux_pressure_releases", _C, "Cache segments given back.", (), _one(lambda m: m.releases)),
     _S("strataflux_pressure_released_bytes", _C, "Their bytes.", (), _one(lambda m: m.released_bytes)),
-    _S("strataflux_ssd_reads", _C, "Reads that completed.", (), _one(lambda m: m.stats.reads.reads)),
-    _S("strataflux_ssd_read_bytes", _C, "Bytes read.", (), _one(lambda m: m.stats.reads.bytes)),
-    _S("strataflux_io_inflight", _G, "Reads in flight.", (), _one(lambda m: m.stats.reads.in_flight)),
+)
+
+_DEVICE: Final = (
+    _S("strataflux_ssd_reads", _C, "Reads submitted.", (), _one(lambda m: m.stats.reads.reads)),
+    _S(
+        "strataflux_ssd_read_bytes",
+        _C,
+        "Bytes read, by what for.",
+        ("kind", "class"),
+        _split(demand="demand_bytes", prefetch="ahead_bytes"),
+    ),
+    _S("strataflux_ssd_write_bytes", _C, "Bytes written.", _KIND, _kinds("write_bytes")),
+    _S(
+        "strataflux_io_inflight",
+        _G,
+        "Reads and writes in flight.",
+        ("op",),
+        lambda m: [(("read",), m.stats.reads.in_flight), (("write",), m.stats.writes.in_flight)],
+    ),
     _S("strataflux_io_queued", _G, "Requests that wait for a read.", (), _one(lambda m: m.stats.reads.queued)),
-    _S("strataflux_io_errors", _C, "Reads that failed.", (), _one(lambda m: m.stats.reads.errors)),
-    _S("strataflux_short_reads", _C, "Reads that came short.", (), _one(lambda m: m.stats.reads.short_reads)),
+    _S(
+        "strataflux_io_errors",
+        _C,
+        "Reads and writes that failed.",
+        ("op", "errno"),
+        lambda m: [((row.op, row.errno), row.count) for row in m.stats.io_errors],
+    ),
+    _S(
+        "strataflux_short_reads", _C, "Reads and writes that came short.", (), _one(lambda m: m.stats.reads.short_reads)
+    ),
     _S(
         "strataflux_direct_io_fallbacks",
         _C,
@@ -232,42 +249,49 @@ METRICS: Final[tuple[Declaration, ...]] = (
         (),
         _one(lambda m: m.stats.reads.direct_fallbacks),
     ),
+    _S("strataflux_scrub_bytes", _C, "Read in the background to find damage.", (), _one(lambda m: m.scrubbed_bytes)),
+    _S("strataflux_scrub_passes", _C, "Times that all stores were read so.", (), _one(lambda m: m.scrub_passes)),
+    _S("strataflux_scrub_damaged_records", _G, "Damaged in the last pass.", (), _one(lambda m: m.scrub_damaged)),
+)
+
+_STORES: Final = (
+    _S("strataflux_shard_records", _G, "Records of a store.", _MODEL, _per_file(lambda served: served.records)),
+    _S("strataflux_shard_bytes", _G, "Bytes of a store.", _MODEL, _per_file(lambda served: served.bytes)),
     _S(
-        "strataflux_shard_records",
+        "strataflux_shard_resident_records",
         _G,
-        "Records of a store.",
-        ("model",),
-        _per_file(lambda served: served.records),
+        "Records of a store in the cache.",
+        _MODEL,
+        _per_store(lambda row: row.resident_records),
     ),
-    _S(
-        "strataflux_shard_bytes",
-        _G,
-        "Bytes of a store.",
-        ("model",),
-        _per_file(lambda served: served.bytes),
-    ),
+    _S("strataflux_shard_direct", _G, "Whether it is read directly.", _MODEL, _per_store(lambda row: row.direct)),
     _S(
         "strataflux_disk_used_bytes",
         _G,
         "Blocks that a store's files occupy.",
-        ("model",),
+        _MODEL,
         _per_file(lambda served: served.used),
     ),
     _S(
         "strataflux_disk_free_bytes",
         _G,
         "Free in the file system of a store.",
-        ("model",),
+        _MODEL,
         _per_file(lambda served: served.free),
     ),
     _S(
-        "strataflux_shard_resident_records",
-        _G,
-        "Records of a store in the cache.",
-        ("model",),
-        _per_store(lambda row: row.resident_records),
+        "strataflux_kv_blocks",
+        _C,
+        "KV blocks put by clients, and what became of writing them.",
+        ("result",),
+        lambda m: [((name,), getattr(m.stats.kv, name)) for name in ("put", "refused", "written", "failed")],
     ),
-    _S("strataflux_shard_direct", _G, "Whether it is read directly.", ("model",), _per_store(lambda row: row.direct)),
+    _S("strataflux_kv_file_bytes", _G, "Disk held for KV blocks.", (), _one(lambda m: m.stats.kv.granted_bytes)),
+    _S("strataflux_kv_file_limit_bytes", _G, "The most it may be.", (), _one(lambda m: m.stats.kv.limit_bytes)),
+    _S("strataflux_kv_disk_free_bytes", _G, "Free where it lies.", (), _one(lambda m: m.stats.kv.free_bytes)),
+)
+
+_CLIENTS: Final = (
     _S("strataflux_clients", _G, "Sessions that live.", (), _one(lambda m: m.sessions)),
     _S("strataflux_sessions", _C, "Sessions that were made.", (), _one(lambda m: m.attach.attached)),
     _S(
@@ -286,19 +310,49 @@ METRICS: Final[tuple[Declaration, ...]] = (
     ),
     _S("strataflux_attach_malformed", _C, "Malformed messages.", (), _one(lambda m: m.attach.malformed)),
     _S("strataflux_attach_turned_away", _C, "Connections beyond the bound.", (), _one(lambda m: m.attach.turned_away)),
+    _S("strataflux_auth_denied", _C, "Refused for who asked: a store, or a role.", ("reason",), _denied),
+    _S("strataflux_tenant_sessions", _G, "Sessions of a tenant that live.", _TENANT, _tenant_sessions),
+    _S("strataflux_tenant_requests", _C, "Requests taken from its rings.", _TENANT, _tenants("requests")),
+    _S("strataflux_tenant_fills", _C, "Fills that it asked for first.", _TENANT, _tenants("fills")),
+    _S("strataflux_tenant_dropped", _C, "Requests dropped from a full queue.", _TENANT, _tenants("dropped")),
+    _S("strataflux_tenant_bytes", _G, "Disk held for its KV blocks.", _TENANT, _tenants("kv_bytes")),
     _S(
-        "strataflux_auth_denied",
-        _C,
-        "Attach requests for a store that the user may not use.",
-        ("reason",),
-        lambda m: [(("store",), m.attach.refused["denied"])],
+        "strataflux_tenant_quota_bytes",
+        _G,
+        "The most it may be.",
+        _TENANT,
+        lambda m: [((tenant.name,), tenant.kv_file_bytes) for tenant in m.tenants],
     ),
+)
+
+_SERVICE: Final = (
     _S(
         "strataflux_control_connections",
         _C,
         "Connections to the control socket, by role.",
         ("role",),
         lambda m: [((role,), count) for role, count in sorted(m.control_connections.items())],
+    ),
+    _S(
+        "strataflux_rpc",
+        _C,
+        "Calls of the control plane that ended.",
+        ("method", "code"),
+        lambda m: sorted(m.rpcs.items()),
+    ),
+    _S(
+        "strataflux_config_reload",
+        _C,
+        "Reloads, by result.",
+        ("result",),
+        lambda m: sorted(((name,), count) for name, count in m.reloads.items()),
+    ),
+    _S(
+        "strataflux_config_last_success_timestamp_seconds",
+        _G,
+        "When the configuration in force was read.",
+        (),
+        _one(lambda m: m.last_reload),
     ),
     _S("strataflux_ready", _G, "1 while requests are taken.", (), _one(lambda m: m.ready)),
     _S(
@@ -315,11 +369,6 @@ METRICS: Final[tuple[Declaration, ...]] = (
         (),
         _one(lambda m: m.progress_age_seconds),
     ),
-    _S(
-        "strataflux_rpc",
-        _C,
-        "Calls of the control plane that ended.",
-        ("method", "code"),
-        lambda m: sorted(m.rpcs.items()),
-    ),
 )
+
+METRICS: Final[tuple[Declaration, ...]] = (*_REQUESTS, *_FILLS, *_CACHE, *_DEVICE, *_STORES, *_CLIENTS, *_SERVICE)

@@ -44,7 +44,7 @@ class Parole:
     def review(self) -> int:
         """Take note of what is newly quarantined and let go of what is due; how many were let go."""
         freed = 0
-        for table in range(len(self._tier.stores)):
+        for table in self._tier.stores:
             row = self._tier.core.tables[table]
             if row["active"] and row["quarantined"]:
                 freed += self._review_table(table, self._entries(table))

@@ -88,8 +88,8 @@ class Prober:
         failure = None
         try:
             self._echo()
-            for store in self._stores():
-                read_once(store)
+            for store in list(self._stores()):
+                self._read(store)
         except (DaemonError, OSError) as error:
             failure = str(error)
         took = self._clock() - begun
@@ -97,6 +97,13 @@ class Prober:
             failure = f"the last answer took {took:.1f} s; the limit is {self.limit_seconds:g} s"
         self._failure, self.last_seconds, self._begun = failure, took, None
         self.count += 1
+
+    def _read(self, store: Probed) -> None:
+        try:
+            read_once(store)
+        except OSError:
+            if any(store is other for other in self._stores()):  # else it was removed meanwhile, and its file closed
+                raise
 
     def _run(self) -> None:
         while not self._stopping.is_set():

@@ -15,15 +15,20 @@ client's staging memory is the queue. Invariant: a write window is in use iff a 
 
 from typing import Any
 
+import numpy as np
+
 from strataflux.cache_policy import budget
 from strataflux.cache_policy.base import wide
 from strataflux.daemon import engines
 from strataflux.daemon.cache import begin_fill, leave_page, pending_of, publish, retire, slot_address, slot_entry
+from strataflux.daemon.counting import bucket_of, kind_of
+from strataflux.daemon.rows import ERRNOS, EVICTED_CLEAR
 from strataflux.daemon.state import (
     BLOCK_BUFFERED,
     BLOCK_FAILED,
     BLOCK_GRANTED,
     BLOCK_WRITTEN,
+    FILL_BUCKETS_US,
     NONE,
     WRITES_A_PLACE,
     Core,
@@ -64,6 +69,7 @@ _CHUNK_BYTES = 256 * 1024
 _NEWEST_SHARE = 16
 _NEWEST_GROUPS = 8
 _BLOCK_MASK = (1 << layout.PUT_STAGING_SHIFT) - 1
+_BUCKETS_US = np.array(FILL_BUCKETS_US, np.int64)
 _EINTR, _EAGAIN, _EINVAL, _ENOSPC, _EDQUOT = 4, 11, 22, 28, 122
 
 
@@ -251,6 +257,7 @@ def _show(c: Core, place: int, cls: int, oid: int, index: int) -> None:
         slot = c.slots[entry]
         slot.retries, slot.session, slot.score, slot.next = 0, NONE, 0, NONE
         copy_bytes(slot_address(c, entry), c.windows[kv.window].buffer + index * kv.stride, kv.bytes)
+        c.kinds[kind_of(c.tables[kv.table])].fills_put += 1
         publish(c, entry)
 
 
@@ -259,6 +266,7 @@ def _send_write(c: Core, e: Any, window: int) -> None:
     w = c.windows[window]
     table = c.tables[w.table]
     w.direct = table.direct
+    w.submitted_us = c.rd[0].now_us
     engines.submit(e, window, table.descriptor, w.buffer + w.done, w.length - w.done, w.offset + w.done, True)
     c.rd[0].in_flight_writes += 1
 
@@ -280,10 +288,14 @@ def finish_write(c: Core, e: Any, window: int, result: int) -> None:
         else:
             kv.failed += 1
             kv.no_space |= result == -_ENOSPC or result == -_EDQUOT
-            c.rd[0].io_errors += 1
+            c.errnos[1, min(-result, ERRNOS - 1)] += 1
             _close_write(c, window, BLOCK_FAILED)
         return
     kv.write_bytes += result
+    c.kinds[kind_of(c.tables[w.table])].write_bytes += result
+    took = c.rd[0].now_us - w.submitted_us
+    c.write_us[bucket_of(_BUCKETS_US, took)] += 1
+    c.rd[0].write_us_sum += took
     w.done += result
     if w.done < w.length:
         c.rd[0].short_reads += 1
@@ -312,7 +324,7 @@ def clear_block(c: Core, place: int, block: int) -> None:
             # SYNC: directory-entry (publish). No bytes go with this value.
             store_release_u32(directory + 4 * oid, layout.ENTRY_ABSENT)
         elif named != layout.ENTRY_ABSENT:
-            retire(c, slot_entry(c, named - 1))
+            retire(c, slot_entry(c, named - 1), EVICTED_CLEAR)
 
 
 @borrowing

@@ -12,6 +12,7 @@ import numpy as np
 from strataflux.cache_policy.base import wide
 from strataflux.daemon import engines
 from strataflux.daemon.cache import evict_ahead
+from strataflux.daemon.counting import look
 from strataflux.daemon.fills import finish_reads, start_fills, start_preload
 from strataflux.daemon.grace import close_batch, fence_stuck, observe_steps, recycle
 from strataflux.daemon.puts import puts_waiting, take_puts
@@ -61,8 +62,10 @@ def run(c: Core, e: Any) -> None:
 @borrowing
 def sweep(c: Core, e: Any) -> tuple[bool, bool]:
     """One turn: (something was done, some session is inside a step)."""
-    _advance_clock(c)
+    ticked = _advance_clock(c)
     inside = observe_steps(c)
+    if ticked:
+        look(c)
     work = finish_reads(c, e)
     work += recycle(c)
     if c.rd[0].intake:
@@ -81,18 +84,20 @@ def sweep(c: Core, e: Any) -> tuple[bool, bool]:
 
 
 @borrowing
-def _advance_clock(c: Core) -> None:
-    """The clock moves once a sweep and at most once a millisecond; clients stamp with it."""
+def _advance_clock(c: Core) -> bool:
+    """The clock moves once a sweep and at most once a millisecond; clients stamp with it. Whether it did."""
     rd = c.rd[0]
     rd.turns += 1
     rd.now_us = monotonic_us(c.scratch.ctypes.data)
-    if rd.now_us - rd.tick_us >= _TICK_US:
-        rd.tick_us = rd.now_us
-        rd.clock = (rd.clock + 1) & 0xFFFFFFFF
-        if rd.clock == 0:  # 0 means "never" in stamps and pins
-            rd.clock = 1
-        # SYNC: clock (publish). Relaxed: a stamp that is a tick old is as good.
-        store_u32(rd.page + _CLOCK, rd.clock)
+    if rd.now_us - rd.tick_us < _TICK_US:
+        return False
+    rd.tick_us = rd.now_us
+    rd.clock = (rd.clock + 1) & 0xFFFFFFFF
+    if rd.clock == 0:  # 0 means "never" in stamps and pins
+        rd.clock = 1
+    # SYNC: clock (publish). Relaxed: a stamp that is a tick old is as good.
+    store_u32(rd.page + _CLOCK, rd.clock)
+    return True
 
 
 @borrowing

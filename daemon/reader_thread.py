@@ -9,15 +9,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from strataflux.daemon import engines, integrity, reader
+from strataflux.daemon import engines, grants, integrity, reader
+from strataflux.daemon.config import TenantConfig
 from strataflux.daemon.engines.board import Board, open_board
 from strataflux.daemon.engines.liburing import open_liburing
 from strataflux.daemon.engines.uring import UringEngine, open_uring
-from strataflux.daemon.errors import DaemonError, ReaderFailed, Refusal
+from strataflux.daemon.errors import ReaderFailed, Refusal, start_error
 from strataflux.daemon.folding import CounterFold, read_stats
-from strataflux.daemon.generation import replace_generation
+from strataflux.daemon.generation import remove_store, replace_generation
 from strataflux.daemon.interface import AddedSegment, SessionRequest
-from strataflux.daemon.kv import KvPlace, KvSettings
+from strataflux.daemon.kv import KvSettings
 from strataflux.daemon.parole import Parole
 from strataflux.daemon.segments import SegmentPool
 from strataflux.daemon.state import Core
@@ -48,6 +49,7 @@ class ReaderSettings:
     idle_seconds: float = 1.0
     quarantine_seconds: float = 60.0
     kv: KvSettings | None = None
+    tenants: tuple[TenantConfig, ...] = ()
 
 
 EngineFactory = Callable[[Tier, ReaderSettings], "UringEngine | Board"]
@@ -89,14 +91,15 @@ class ReaderThread:
         self._pool: SegmentPool
         self._parole: Parole
         self._engine: UringEngine | Board
-        # guarded by the deque's own atomicity
+        # guarded by _door_lock: whoever puts a command in may ring, for the doorbell is there until _closed
+        self._door_lock = threading.Lock()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._closed = False
         # guarded by _fold_lock
         self._fold_lock = threading.Lock()
         self._fold = CounterFold()
-        # reader thread only; _closed is read by others after they appended a command
+        # reader thread only
         self._stopping = False
-        self._closed = False
 
     def start(self) -> None:
         """Allocate the cache, start the thread; returns when its loop runs.
@@ -109,6 +112,7 @@ class ReaderThread:
         self._pool = SegmentPool(self._tier)
         self._parole = Parole(self._tier, settings.quarantine_seconds, time.monotonic)
         self._tier.core.rd[0]["idle_timeout_us"] = int(settings.idle_seconds * 1e6)
+        self._tier.tenants.apply(settings.tenants)
         self._thread.start()
         self._started.result()
 
@@ -153,13 +157,8 @@ class ReaderThread:
 
         def enter() -> OpenSession:
             if not (self._tier.core.sessions["active"] == 0).any():
-                raise Refusal(
-                    "limit",
-                    "sessions",
-                    f"{layout.MAX_SESSIONS} attached",
-                    f"fewer than {layout.MAX_SESSIONS}",
-                    "close a client that is done",
-                )
+                most, remedy = layout.MAX_SESSIONS, "close a client that is done"
+                raise Refusal("limit", "sessions", f"{most} attached", f"fewer than {most}", remedy)
             try:
                 return self._tier.open_session(request)
             except SegmentError as error:
@@ -183,9 +182,9 @@ class ReaderThread:
         """KV block ids for a session, as [first, count] ranges.
 
         Raises:
-            Refusal: it has no KV, or not as many ids or as much disk is left.
+            Refusal: it has no KV, or not as many ids, as much disk or as much of its tenant's quota is left.
         """
-        return self.execute(lambda: self._place(index).grant(count))
+        return self.execute(lambda: grants.grant(self._tier, index, count))
 
     def release_blocks(self, index: int, ranges: list[list[int]]) -> None:
         """Take KV blocks back; returns when nothing names or reads them any more. Blocks for a step or a write.
@@ -193,18 +192,14 @@ class ReaderThread:
         Raises:
             Refusal: it has no KV, or the ranges are not granted blocks.
         """
-        while not self.execute(lambda: self._place(index).give_back(ranges)):
+        while not self.execute(lambda: grants.place_of(self._tier, index).give_back(ranges)):
             time.sleep(_SETTLE_SECONDS)
-        while not self.execute(lambda: self._place(index).settled_blocks(ranges)):
+        while not self.execute(lambda: grants.place_of(self._tier, index).settled_blocks(ranges)):
             time.sleep(_SETTLE_SECONDS)
 
-    def _place(self, index: int) -> KvPlace:
-        row = self._tier.rows.get(index)
-        if row is None or row.place is None:
-            raise Refusal(
-                "unsupported", "kv", "a session without KV blocks", "one attached with a KV geometry", "say it in hello"
-            )
-        return row.place
+    def set_tenants(self, tenants: Sequence[TenantConfig]) -> None:
+        """These are the tenants from now on; sessions of others belong to everybody else."""
+        self.execute(lambda: self._tier.tenants.apply(tenants))
 
     def snapshot(self) -> Stats:
         """All numbers now; the loop is not stopped for it."""
@@ -239,6 +234,27 @@ class ReaderThread:
     def review_quarantine(self) -> int:
         """Let records go that were quarantined for long enough; how many."""
         return self.execute(self._parole.review)
+
+    def add_store(self, fresh: Store) -> int:
+        """Serve one more store, which is taken over; its index.
+
+        Raises:
+            Refusal: it does not fit what was set up at the start. SegmentError: no memory. It is closed then.
+        """
+        return self.execute(lambda: self._tier.add_store(fresh))
+
+    def remove_store(self, index: int) -> None:
+        """Serve a store no more; its sessions must have ended.
+
+        Raises:
+            Refusal: a session uses it; nothing was changed.
+        """
+
+        def remove() -> None:
+            remove_store(self._tier, index, self._settle)
+            self._parole.forget(index)
+
+        self.execute(remove)
 
     def replace_store(self, index: int, fresh: Store) -> None:
         """Serve another generation of a store, which is taken over; its sessions have to attach again.
@@ -310,12 +326,13 @@ class ReaderThread:
         if not self._thread.is_alive():
             raise ReaderFailed("reader thread", "not running", "running", "restart the daemon")
         future: Future[T] = Future()
-        self._commands.append((action, future))
-        if self._closed:  # it ended between the check and the append: nobody else will answer
+        with self._door_lock:
+            self._commands.append((action, future))
+            if not self._closed:
+                self._tier.core.rd[0]["commands"] = 1
+                os.eventfd_write(self._tier.doorbell, 1)
+        if self._closed:  # nobody else will answer
             self._fail_commands()
-        else:
-            self._tier.core.rd[0]["commands"] = 1
-            os.eventfd_write(self._tier.doorbell, 1)
         return future.result()
 
     def _main(self) -> None:
@@ -324,10 +341,11 @@ class ReaderThread:
         except Exception as error:
             self._closed = True
             self._tier.close()
-            self._started.set_exception(_start_error(error))
+            self._started.set_exception(start_error(error))
             return
         try:
             self._live()
+            self._close_door()
             self._engine.close()
             with self._fold_lock:
                 self._tier.close()
@@ -336,10 +354,14 @@ class ReaderThread:
                 raise
             self._engine.close()
             self._tier.close()
-            self._started.set_exception(_start_error(error))
+            self._started.set_exception(start_error(error))
         finally:
-            self._closed = True
+            self._close_door()
             self._fail_commands()
+
+    def _close_door(self) -> None:
+        with self._door_lock:
+            self._closed = True
 
     def _live(self) -> None:
         core, state = self._tier.core, self._engine.state
@@ -374,12 +396,3 @@ class ReaderThread:
         while self._commands:
             _, future = self._commands.popleft()
             future.set_exception(ReaderFailed("reader thread", "stopping", "running", "attach to the next daemon"))
-
-
-def _start_error(error: Exception) -> Exception:
-    """What ``start`` raises for what stopped the thread before it was started."""
-    if isinstance(error, DaemonError):
-        return error
-    failed = ReaderFailed("reader thread", f"{type(error).__name__}: {error}", "a start", "see the log; report this")
-    failed.__cause__ = error
-    return failed

@@ -8,15 +8,15 @@ from strataflux.daemon.config import Config
 
 __all__ = ["Reloads", "merge"]
 
-_LIVE = ("attach", "life", "health", "memory", "scrub", "log")
-_LATER = ("runtime_dir", "stores", "cache", "kv", "reader", "metrics")
+_LIVE = ("tenants", "attach", "life", "health", "memory", "scrub", "log")
+_LATER = ("runtime_dir", "imports", "cache", "kv", "reader", "metrics")
 
 
 def merge(running: Config, wanted: Config) -> tuple[Config, list[str]]:
     """The configuration to go on with, and the sections of ``wanted`` that only a restart brings.
 
-    Limits, marks, health, scrubbing and logging change at once. Memory, engine, addresses, the set of stores and their
-    access rules (by which memory is kept apart) are taken at the start.
+    Limits, tenants, marks, health, scrubbing and logging change at once; memory, engine and addresses are taken at the
+    start. Stores are the catalogue's business (:mod:`strataflux.daemon.catalog`).
     """
     later = [name for name in _LATER if getattr(running, name) != getattr(wanted, name)]
     return replace(running, **{name: getattr(wanted, name) for name in _LIVE}), later

@@ -6,18 +6,20 @@ Every entry a client wrote is bounded before it is used. A request that is not d
 its table's ``pending`` word remembers.
 
 The queue has a *lane* for each session, and one for requests that belong to nobody any more. Lanes with requests take
-turns, one request a turn, so a session gets its share of the reads however many requests others have waiting. Within a
-lane requests lie in 16 buckets by score, the most wanted first and first come first served within one. A full queue
-drops from the longest lane the request with the lowest score. Pairs: ``_push`` / ``pop`` or ``_drop_lowest``.
+turns (:mod:`strataflux.daemon.lanes`), one request a turn, so a session gets its share of the reads however many
+requests others have waiting. Within a lane requests lie in 16 buckets by score, the most wanted first and first come
+first served within one. A full queue drops from the lane that holds most the request with the lowest score. Pairs:
+``_push`` / ``pop`` or ``_drop_lowest``.
 """
 
 from strataflux.cache_policy.base import wide
 from strataflux.daemon.cache import pending_of, set_pending, was_resident
+from strataflux.daemon.counting import forget_asker, kind_of
+from strataflux.daemon.lanes import count_in, count_out, fullest, holds_more, next_lane, take_turn, undo_turn
 from strataflux.daemon.puts import is_gone
+from strataflux.daemon.rows import LANES, NOBODY
 from strataflux.daemon.state import (
-    LANES,
     MAX_QUEUED,
-    NOBODY,
     NONE,
     PENDING_NONE,
     PENDING_QUEUED,
@@ -66,19 +68,24 @@ def _take_from(c: Core, index: int, tail: int) -> int:
             break
         session.head += 1
         taken += 1
-        if status == ring.READY:
-            _accept(c, index, wide(payload))
-        else:
+        if status != ring.READY:
             session.holes += 1
+        elif not _accept(c, index, wide(payload)):
+            _push_into_full(c, index, wide(payload))
     if taken:
         ring.publish_head(session.view_page + _HEAD, session.head)
         session.taken += taken
+        c.tenants[c.lanes[index].tenant].requests += taken
     return taken
 
 
 @borrowing
-def _accept(c: Core, index: int, payload: int) -> None:
-    """One entry, as a client wrote it: nothing in it is trusted."""
+def _accept(c: Core, index: int, payload: int) -> bool:
+    """One entry, as a client wrote it: nothing in it is trusted. False if it is still to be queued, in a full queue.
+
+    How stands apart: a function that is too long to become part of the loop above costs each request a copy of the
+    core.
+    """
     score = (payload >> layout.SCORE_SHIFT) & 0xFF
     number = (payload >> layout.TABLE_SHIFT) & 0xFF
     oid = payload & layout.OID_MASK
@@ -86,56 +93,69 @@ def _accept(c: Core, index: int, payload: int) -> None:
     table = wide(c.session_tables[index, number]) if number < session.tables else NONE
     if table == NONE or oid >= c.tables[table].records or is_gone(c, table, oid):
         session.invalid += 1
-        return
-    c.rd[0].requests += 1
+        return True
+    counts = c.kinds[kind_of(c.tables[table])]
     entry = load_u32(c.tables[table].directory + 4 * oid)
     if entry == layout.ENTRY_QUARANTINED:
-        c.rd[0].quarantine_hits += 1
+        counts.quarantine_hits += 1
     elif entry != layout.ENTRY_ABSENT:
-        c.rd[0].resident_already += 1
+        counts.resident_already += 1
     elif pending_of(c, table, oid) != PENDING_NONE:
-        c.rd[0].duplicates += 1
+        counts.duplicates += 1
         session.duplicates += 1
     else:
         if was_resident(c, table, oid):
-            c.rd[0].evicted_again += 1
+            counts.evicted_again += 1
         else:
-            c.rd[0].cold += 1
-        _push(c, index, table, oid, score, c.rd[0].now_us, 0)
+            counts.cold += 1
+        if c.rd[0].queued == MAX_QUEUED:
+            return False
+        _push(c, index, table, oid, score, 0)
+    return True
+
+
+@borrowing
+def _push_into_full(c: Core, index: int, payload: int) -> None:
+    """An entry that was accepted finds the queue full: it takes another's place, or is dropped."""
+    score = (payload >> layout.SCORE_SHIFT) & 0xFF
+    table = wide(c.session_tables[index, (payload >> layout.TABLE_SHIFT) & 0xFF])
+    _push_or_drop(c, index, table, payload & layout.OID_MASK, score, 0)
 
 
 @borrowing
 def push_again(c: Core, entry: int, retries: int) -> None:
     """Queue the record of a slot that was just abandoned once more, to be read alone (its read went wrong)."""
     slot = c.slots[entry]
-    session, score = wide(slot.session), wide(slot.score)
-    _push(c, session, wide(slot.table), wide(slot.oid), score, c.rd[0].now_us, retries)
+    _push_or_drop(c, wide(slot.session), wide(slot.table), wide(slot.oid), wide(slot.score), retries)
 
 
 @borrowing
 def _lane_of(session: int) -> int:
-    return NOBODY if session == NONE else session
+    return session if session >= 0 else NOBODY
 
 
 @borrowing
-def _push(c: Core, session: int, table: int, oid: int, score: int, asked_us: int, retries: int) -> None:
-    bucket = score * SCORE_BUCKETS // 256
-    rd = c.rd[0]
+def _push_or_drop(c: Core, session: int, table: int, oid: int, score: int, retries: int) -> None:
     lane = _lane_of(session)
-    if rd.queued == MAX_QUEUED and not _make_room(c, lane, bucket):
-        rd.dropped_queue += 1
-        if session != NONE:
-            c.sessions[session].dropped_queue += 1
+    if c.rd[0].queued == MAX_QUEUED and not _make_room(c, lane, score * SCORE_BUCKETS // 256):
+        _count_drop(c, lane)
         return
+    _push(c, session, table, oid, score, retries)
+
+
+@borrowing
+def _push(c: Core, session: int, table: int, oid: int, score: int, retries: int) -> None:
+    """Queue a request in a queue that is not full."""
+    rd = c.rd[0]
     place = rd.free_queued
     node = c.queue[place]
     rd.free_queued = wide(node.next)
     node.key = table << _KEY_SHIFT | oid
-    node.asked_us = asked_us
+    node.asked_us = rd.now_us
     node.session = session
     node.score = score
     node.retries = retries
-    _append(c, lane, bucket, place)
+    _append(c, _lane_of(session), score * SCORE_BUCKETS // 256, place)
     set_pending(c, table, oid, PENDING_QUEUED)
 
 
@@ -147,8 +167,8 @@ def _append(c: Core, lane: int, bucket: int, place: int) -> None:
     else:
         c.queue[c.buckets[lane, bucket, 1]].next = place
     c.buckets[lane, bucket, 1] = place
-    c.lanes[lane] += 1
-    c.rd[0].queued += 1
+    row = c.lanes[lane]
+    count_in(row, c.tenants[row.tenant], c.rd[0])
 
 
 @borrowing
@@ -157,14 +177,11 @@ def pop(c: Core) -> int:
 
     The entry stays readable until :func:`release`; the record's ``pending`` word still says queued.
     """
-    sessions = c.stamp_owner[layout.MAX_SESSIONS]
-    for turn in range(1, sessions + 2):
-        place = (c.rd[0].lane_place + turn) % (sessions + 1)
-        lane = c.stamp_owner[place] if place < sessions else NOBODY
-        if c.lanes[lane]:
-            c.rd[0].lane_place = place
-            return _pop_best(c, lane)
-    return NONE
+    lane = next_lane(c)
+    if lane == NONE:
+        return NONE
+    take_turn(c.lanes[lane], c.tenants[c.lanes[lane].tenant], c.rd[0])
+    return _pop_best(c, lane)
 
 
 @borrowing
@@ -179,8 +196,7 @@ def _pop_best(c: Core, lane: int) -> int:
 def _pop_first(c: Core, lane: int, bucket: int) -> int:
     place = c.buckets[lane, bucket, 0]
     c.buckets[lane, bucket, 0] = wide(c.queue[place].next)
-    c.lanes[lane] -= 1
-    c.rd[0].queued -= 1
+    count_out(c.lanes[lane], c.tenants[c.lanes[lane].tenant], c.rd[0])
     return wide(place)
 
 
@@ -201,8 +217,9 @@ def put_back(c: Core, place: int) -> None:
     c.buckets[lane, bucket, 0] = place
     if head == NONE:
         c.buckets[lane, bucket, 1] = place
-    c.lanes[lane] += 1
-    c.rd[0].queued += 1
+    row = c.lanes[lane]
+    count_in(row, c.tenants[row.tenant], c.rd[0])
+    undo_turn(row, c.tenants[row.tenant])
 
 
 @borrowing
@@ -222,8 +239,7 @@ def drop_table(c: Core, table: int) -> None:
             c.buckets[lane, bucket, 0] = NONE
             while place != NONE:
                 after = wide(c.queue[place].next)
-                c.lanes[lane] -= 1
-                c.rd[0].queued -= 1
+                count_out(c.lanes[lane], c.tenants[c.lanes[lane].tenant], c.rd[0])
                 if c.queue[place].key >> _KEY_SHIFT == table:
                     drop(c, place)
                 else:
@@ -233,14 +249,13 @@ def drop_table(c: Core, table: int) -> None:
 
 @borrowing
 def _make_room(c: Core, lane: int, bucket: int) -> bool:
-    """Drop the oldest request of the lowest bucket of the longest lane. If that is ``lane`` itself, only one that is
-    wanted less than ``bucket``; False if there is none.
+    """Drop the oldest request of the lowest bucket of the lane that holds most. If none holds more than ``lane``, only
+    one of its own that is wanted less than ``bucket``; False if there is none.
     """
-    longest = lane
-    for other in range(LANES):
-        if c.lanes[other] > c.lanes[longest]:
-            longest = other
-    return _drop_lowest(c, longest, bucket if longest == lane else SCORE_BUCKETS)
+    other = fullest(c)
+    if holds_more(c, other, lane):
+        return _drop_lowest(c, other, SCORE_BUCKETS)
+    return _drop_lowest(c, lane, bucket)
 
 
 @borrowing
@@ -248,18 +263,25 @@ def _drop_lowest(c: Core, lane: int, below: int) -> bool:
     for bucket in range(below):
         if c.buckets[lane, bucket, 0] != NONE:
             place = _pop_first(c, lane, bucket)
-            c.rd[0].dropped_queue += 1
-            if lane != NOBODY:
-                c.sessions[lane].dropped_queue += 1
+            _count_drop(c, lane)
             drop(c, place)
             return True
     return False
 
 
 @borrowing
+def _count_drop(c: Core, lane: int) -> None:
+    c.rd[0].dropped_queue += 1
+    c.tenants[c.lanes[lane].tenant].dropped += 1
+    if lane != NOBODY:
+        c.sessions[lane].dropped_queue += 1
+
+
+@borrowing
 def forget_session(c: Core, index: int) -> None:
     """A session is gone: its requests stay (somebody may want the records) but belong to nobody."""
-    while c.lanes[index]:
+    forget_asker(c, index)
+    while c.lanes[index].queued:
         place = _pop_best(c, index)
         c.queue[place].session = NONE
         _append(c, NOBODY, wide(c.queue[place].score) * SCORE_BUCKETS // 256, place)

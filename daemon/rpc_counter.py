@@ -51,6 +51,10 @@ class RpcCounter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
             return grpc.unary_stream_rpc_method_handler(
                 self._streaming(name, handler.unary_stream), handler.request_deserializer, handler.response_serializer
             )
+        if handler.request_streaming:
+            return grpc.stream_unary_rpc_method_handler(
+                self._unary(name, handler.stream_unary), handler.request_deserializer, handler.response_serializer
+            )
         return grpc.unary_unary_rpc_method_handler(
             self._unary(name, handler.unary_unary), handler.request_deserializer, handler.response_serializer
         )

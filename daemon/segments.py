@@ -17,6 +17,7 @@ from strataflux.cache_policy import budget
 from strataflux.cache_policy.base import wide
 from strataflux.daemon.cache import drain_page
 from strataflux.daemon.interface import AddedSegment
+from strataflux.daemon.rows import EVICTED_PRESSURE
 from strataflux.daemon.state import Core
 from strataflux.daemon.tier import CacheSegment, Tier
 from strataflux.proto import layout
@@ -42,7 +43,7 @@ def drain_segment(c: Core, segment: int) -> int:
     first = segment * c.pages.sizes[1]
     for page in range(first, first + c.pages.sizes[1]):
         if c.pages.pages[page].state == budget.DRAINING:
-            drain_page(c, page)
+            drain_page(c, page, EVICTED_PRESSURE)
     return wide(budget.segment_pages(c.pages, segment))
 
 
@@ -123,4 +124,4 @@ class SegmentPool:
         return next(s for s in self._tier.retiring if s.info.first_slot == first_slot)
 
     def _stores(self, domain: int) -> tuple[int, ...]:
-        return tuple(number for number, store in enumerate(self._tier.stores) if store.domain == domain)
+        return tuple(number for number, store in self._tier.stores.items() if store.domain == domain)

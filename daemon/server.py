@@ -12,15 +12,15 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from strataflux import __version__
-from strataflux.daemon.access import StoreAccess
 from strataflux.daemon.admission import Admission
 from strataflux.daemon.attach import AttachServer
+from strataflux.daemon.catalog import Catalog
 from strataflux.daemon.config import Config
 from strataflux.daemon.errors import ConfigError, DaemonError
 from strataflux.daemon.health import Health, ProgressWatch
@@ -31,17 +31,19 @@ from strataflux.daemon.memory_keeper import MemoryKeeper
 from strataflux.daemon.notify import Notifier, activated_sockets, watchdog_seconds
 from strataflux.daemon.pressure import MemoryState, Watermarks, memory_state
 from strataflux.daemon.probe import Prober
+from strataflux.daemon.quotas import Quotas
 from strataflux.daemon.reload import Reloads, merge
 from strataflux.daemon.runtime_dir import RuntimeFolder
 from strataflux.daemon.scrub import Scrubber
+from strataflux.daemon.served import accesses_of
+from strataflux.daemon.store_folder import StoreFolder
 from strataflux.proto.errors import ContractError
 from strataflux.proto.runtime import ATTACH_SOCKET, CONTROL_SOCKET, runtime_folder
-from strataflux.proto.store_format import open_store
 
 if TYPE_CHECKING:
     from strataflux.daemon.control import ControlPlane
     from strataflux.daemon.front import ControlFront
-    from strataflux.daemon.metrics import Moment, ServedFiles
+    from strataflux.daemon.moment import Moment
 
 __all__ = ["Server"]
 
@@ -70,7 +72,7 @@ class Server(Generic[S]):
     ) -> None:
         # fixed after construction
         self._environment = environment
-        self._open_stores = open_stores
+        self._catalog = Catalog(open_stores, _imports(config, environment))
         self._make_reader = make_reader
         self._look_at_memory = look_at_memory
         self._read_config = read_config or (lambda: config)
@@ -82,7 +84,6 @@ class Server(Generic[S]):
         self._stack = AsyncExitStack()
         # fixed after startup
         self._reader: Reader
-        self._stores: Sequence[S] = ()
         self._prober: Prober
         self._attach: AttachServer
         self._memory: MemoryKeeper
@@ -132,18 +133,19 @@ class Server(Generic[S]):
             self._reloading = asyncio.get_running_loop().create_task(self.reload())
 
     async def reload(self) -> None:
-        """Read the configuration again and take newer generations of the served stores. A bad file, or a store that
-        cannot take the old one's place, leaves what is in force as it is.
+        """Read the configuration again, and follow it: settings, stores that come and go, newer generations of those
+        that stay. A bad file, or one that names a store that cannot be served, leaves what is in force as it is.
         """
         self._notifier.send(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
         try:
-            self.config, later = merge(self.config, await asyncio.to_thread(self._read_config))
-            self._apply()
-            for index in range(len(self._stores)):
-                await self._reload_store(index)
+            wanted = await asyncio.to_thread(self._read_config)
+            await self._catalog.add_all(wanted.stores)
+            self.config, later = merge(self.config, wanted)
+            await self._apply()
+            later += await self._catalog.follow(wanted.stores)
         except (DaemonError, ContractError) as error:
             self._reloads.failed()
-            _LOG.error("reload: what was in force stays so: %s", error)
+            _LOG.error("reload: %s", error)
             self.health.set_reason("config", f"the last reload failed: {error}")
         else:
             self._reloads.succeeded()
@@ -151,39 +153,30 @@ class Server(Generic[S]):
             _LOG.info("reloaded%s", f"; after a restart only: {', '.join(later)}" if later else "")
         self._notifier.send(READY="1", STATUS=self._describe())
 
-    def _apply(self) -> None:
+    async def _apply(self) -> None:
         configure_logging(self.config.log)
-        self._attach.admission = self._admission()
+        await asyncio.to_thread(self._reader.set_tenants, self.config.tenants)
+        self._admit()
         self._memory.watermarks = Watermarks(self.config.memory, time.monotonic)
         self._prober.limit_seconds = self.config.health.limit_seconds
         self._prober.interval_seconds = self.config.health.interval_seconds
         self._scrubber.bytes_per_day = self.config.scrub.bytes_per_day
 
-    async def _reload_store(self, index: int) -> None:
-        manifest = self._stores[index].manifest
-        found = await asyncio.to_thread(open_store, manifest.folder, manifest.identity_digest)
-        if found.generation == manifest.generation:
-            return
-        alone = replace(self.config, stores=(self.config.stores[index],))
-        (fresh,) = await asyncio.to_thread(self._open_stores, alone)
-        await asyncio.to_thread(self._reader.replace_store, index, fresh)
-        told = self._attach.reattach(index, f"generation {found.generation} of a store")
-        _LOG.info("generation %d of %s is served; %d sessions attach again", found.generation, manifest.folder, told)
+    def _admit(self) -> None:
+        self._attach.admission = self._admission()
 
     def _admission(self) -> Admission:
-        config = self.config
-        accesses = [StoreAccess(store) for store in config.stores]
-        return Admission(self._stores, accesses, config.attach, config.cache.weight_bytes)
+        config, served = self.config, self._catalog.served
+        stores = {index: entry.store for index, entry in served.items()}
+        quotas = Quotas(config.tenants)
+        return Admission(stores, accesses_of(served), config.attach, config.cache.weight_bytes, quotas)
 
     async def startup(self) -> None:
         """From nothing to READY: preflight, lock, stores, reader, attach, control, metrics."""
         config = self.config
-        if not config.stores and not config.kv.sessions:
-            raise ConfigError(
-                "store", "no store and no KV", "something to serve", "add a [[store]], or set kv.sessions"
-            )
-        if not config.stores:
-            _LOG.warning("no store is configured: sessions can keep KV, and nothing else")
+        if not config.stores and not config.kv.sessions and self._catalog.folder is None:
+            remedy = "add a [[store]], or set kv.sessions or imports.folder"
+            raise ConfigError("store", "no store and no KV", "something to serve", remedy)
         require_memory(config.cache.weight_bytes, config.cache.kv_bytes, available_memory())
         activated = activated_sockets(self._environment, os.getpid())
         for listener in activated.values():
@@ -194,6 +187,7 @@ class Server(Generic[S]):
         attach_listener = activated.get(ATTACH_SOCKET) or folder.bind(ATTACH_SOCKET, socket.SOCK_SEQPACKET)
         self._attach = AttachServer(attach_listener, self._reader, self._admission())
         self._stack.push_async_callback(self._attach.close)
+        self._catalog.begin(self._reader, self._attach, lambda: self.config, self._admit)
         self._attach.start()
         watermarks = Watermarks(config.memory, time.monotonic)
         self._memory = MemoryKeeper(self._reader, self._attach.notices, watermarks, self._look_at_memory)
@@ -203,7 +197,7 @@ class Server(Generic[S]):
         )
         self._start_metrics()
         await self._start_probing()
-        self._scrubber = Scrubber(lambda: [s.manifest.folder for s in self._stores], config.scrub.bytes_per_day)
+        self._scrubber = Scrubber(lambda: [s.manifest.folder for s in self._open()], config.scrub.bytes_per_day)
         self._stack.push_async_callback(asyncio.to_thread, self._scrubber.stop)
         self._scrubber.start()
         self.health.move_to("ready")
@@ -227,13 +221,15 @@ class Server(Generic[S]):
             self._notifier.send(WATCHDOG="1")
         stalled = self._watch.age_seconds > max(_STALLED_SECONDS, 2 * (self._watchdog or 0))
         self.health.set_reason("stalled", "the data path does not move" if stalled else None)
-        wanted_direct = self.config.reader.direct_io != "off" and bool(self._stores)
+        wanted_direct = self.config.reader.direct_io != "off" and bool(self._catalog.served)
         buffered = wanted_direct and self._reader.direct_io != "direct"
         self.health.set_reason("buffered", "a store's file system refuses direct reads" if buffered else None)
         self.health.set_obstacle("probe", self._prober.obstacle())
         self._memory.on_tick()
-        damaged = sum(self._scrubber.bad.values())
+        damaged = self._damaged()
         self.health.set_reason("scrub", f"{damaged} damaged records were found on disk" if damaged else None)
+        absent = ", ".join(sorted(self._catalog.absent))
+        self.health.set_reason("stores", f"added, and cannot be served: {absent}" if absent else None)
         self._review_quarantine()
         missing = self._memory.missing_bytes
         self.health.set_reason("memory", f"{missing >> 20} MiB of cache are given back" if missing else None)
@@ -271,9 +267,11 @@ class Server(Generic[S]):
 
     async def _start_reader(self) -> None:
         # In a worker thread, all of it: it reads files and may compile, and signals are heard meanwhile.
-        self._stores = await asyncio.to_thread(self._open_stores, self.config)
+        stores = await asyncio.to_thread(self._catalog.open_all, self.config)
+        if not stores:
+            _LOG.warning("no store is served so far: sessions can keep KV, and nothing else")
         idle_seconds = self._watchdog / 4 if self._watchdog else _IDLE_SECONDS
-        self._reader = self._make_reader(self.config, self._stores, idle_seconds)
+        self._reader = self._make_reader(self.config, stores, idle_seconds)
         self._stack.push_async_callback(asyncio.to_thread, self._reader.stop)
         await asyncio.to_thread(self._reader.start)
 
@@ -286,7 +284,7 @@ class Server(Generic[S]):
             version=__version__,
             config=lambda: self.config,
             reader=self._reader,
-            stores=self._stores,
+            catalog=self._catalog,
             attach=self._attach,
             health=self.health,
             begin_drain=self.begin_drain,
@@ -301,9 +299,7 @@ class Server(Generic[S]):
 
     async def _start_probing(self) -> None:
         settings = self.config.health
-        self._prober = Prober(
-            self._reader.echo, lambda: self._stores, settings.limit_seconds, settings.interval_seconds
-        )
+        self._prober = Prober(self._reader.echo, self._open, settings.limit_seconds, settings.interval_seconds)
         self._stack.callback(self._prober.stop)
         self._prober.start()
         while not self._prober.count and self._prober.obstacle() is None:
@@ -322,7 +318,7 @@ class Server(Generic[S]):
 
     def look(self) -> "Moment":
         """What one scrape sees; called on the thread of the scrape."""
-        from strataflux.daemon.metrics import Moment
+        from strataflux.daemon.moment import Moment, files_of
 
         rpcs = self._control.rpcs if self._control is not None else None
         return Moment(
@@ -332,11 +328,14 @@ class Server(Generic[S]):
             rpcs=dict(rpcs.calls) if rpcs is not None else {},
             rpc_times=dict(rpcs.times) if rpcs is not None else {},
             sessions=self._attach.session_count,
-            stores=tuple(_served_files(store) for store in self._stores),
+            stores={index: files_of(entry.store) for index, entry in self._catalog.served.items()},
+            tenants=self.config.tenants,
+            tenant_sessions=self._attach.tenant_sessions,
             reloads=dict(self._reloads.results),
             last_reload=self._reloads.last_success,
             scrubbed_bytes=self._scrubber.bytes,
             scrub_passes=self._scrubber.passes,
+            scrub_damaged=self._damaged(),
             memory=self._memory.state,
             releases=self._memory.releases,
             released_bytes=self._memory.released_bytes,
@@ -358,8 +357,17 @@ class Server(Generic[S]):
         known = {"state": self.health.state, "obstacles": dict(self.health.obstacles)}
         return self.health.ready, {**known, "degraded": dict(self.health.reasons)}
 
+    def _open(self) -> list[S]:
+        """The served stores now; any thread."""
+        return [entry.store for entry in self._catalog.served.values()]
+
+    def _damaged(self) -> int:
+        """Records of the served stores that were found damaged on disk; any thread."""
+        bad = dict(self._scrubber.bad)
+        return sum(bad.get(store.manifest.folder, 0) for store in self._open())
+
     def _describe(self) -> str:
-        text = f"{len(self._stores)} stores, {self._attach.session_count} sessions, {self._reader.engine}, "
+        text = f"{len(self._catalog.served)} stores, {self._attach.session_count} sessions, {self._reader.engine}, "
         text += self._reader.direct_io
         text += "".join(f"; not ready: {obstacle}" for obstacle in self.health.obstacles.values())
         return text + "".join(f"; degraded: {reason}" for reason in self.health.reasons.values())
@@ -373,15 +381,8 @@ class Server(Generic[S]):
             self._health_shown = asyncio.get_running_loop().create_task(self._control.show_health())
 
 
-def _served_files(store: ServedStore) -> "ServedFiles":
-    from strataflux.daemon.metrics import ServedFiles
-
-    manifest = store.manifest
-    try:
-        used = sum(file.stat().st_blocks * 512 for file in manifest.folder.iterdir())
-        system = os.statvfs(manifest.folder)
-        free = system.f_bavail * system.f_frsize
-    except OSError:  # the folder was taken away; its open files are still served
-        used = free = 0
-    digest = manifest.identity_digest[:12]
-    return ServedFiles(digest, manifest.generation, manifest.record_count, manifest.records_bytes, used, free)
+def _imports(config: Config, environment: Mapping[str, str]) -> StoreFolder | None:
+    """The folder of imports: the configured one, else ``stores`` in the service's state folder, else none."""
+    state = environment.get("STATE_DIRECTORY", "").split(":")[0]
+    folder = config.imports.folder or (Path(state, "stores") if state else None)
+    return None if folder is None else StoreFolder(folder, config.imports.free_bytes)

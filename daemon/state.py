@@ -20,11 +20,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strataflux.cache_policy import budget, lru
+from strataflux.daemon.rows import (
+    AGE_BUCKETS_STEPS,
+    ERRNOS,
+    EVICTION_CAUSES,
+    GAP_BUCKETS_US,
+    KIND,
+    KINDS,
+    LANE,
+    LANES,
+    MAX_SAMPLED,
+    MAX_TENANT_ROWS,
+    SAMPLE,
+    TENANT,
+    TENANT_TURN,
+)
 from strataflux.proto import layout
 
 __all__ = [
     "ABSENT",
-    "AGE_BUCKETS",
+    "AHEAD",
     "BATCH",
     "BLOCK_BUFFERED",
     "BLOCK_FAILED",
@@ -37,10 +52,8 @@ __all__ = [
     "FILL_BUCKETS_US",
     "FREE",
     "KV",
-    "LANES",
     "MAX_BATCHES",
     "MAX_QUEUED",
-    "NOBODY",
     "NONE",
     "PENDING_NONE",
     "PENDING_QUEUED",
@@ -61,6 +74,7 @@ __all__ = [
 ]
 
 NONE = -1
+AHEAD = -2  # in place of the session that asked: read ahead of any request
 ABSENT, FREE, FILLING, VALID, RETIRED = 0, 1, 2, 3, 4
 
 # A table's `pending` array (u32 a record): what the reader is doing about it, and whether it ever was resident.
@@ -74,11 +88,11 @@ SLOT = np.dtype(
         ("retries", "u1"),
         ("used", "u1"),  # stamped by some session since it was filled
         ("score", "u1"),
-        ("session", "i1"),  # who asked first; NONE for preload
+        ("session", "i1"),  # who asked first; NONE (gone, or put), AHEAD
         ("table", "i2"),
         ("oid", "u4"),
         ("next", "i4"),  # free list of its class | chain of its window | chain of its grace batch
-        ("prev", "i4"),  # free list only
+        ("prev", "i4"),  # free list | while VALID: its row of the sample, NONE
         ("filled", "u4"),  # clock of publication
         ("pinned", "u4"),  # not evicted before first use or this clock; 0 = not pinned
         ("asked_us", "u4"),  # low 32 bits of the microsecond the request was taken
@@ -163,6 +177,7 @@ WINDOW = np.dtype(
         ("chain", "i8"),  # first slot entry
         ("count", "i8"),
         ("submitted_us", "i8"),
+        ("ahead", "i8"),  # of any request
         ("next_free", "i8"),
     ]
 )
@@ -208,13 +223,9 @@ assert QUEUED.itemsize == 24
 BATCH = np.dtype([("holders", "u8"), ("chain", "i8"), ("count", "i8"), ("closed_us", "i8")])
 
 SCORE_BUCKETS = 16
-NOBODY = layout.MAX_SESSIONS
-"""Lane of requests without a session: it is gone, or there never was one."""
-LANES = layout.MAX_SESSIONS + 1
 MAX_BATCHES = 1024
 MAX_QUEUED = 16_384
 FILL_BUCKETS_US = (50, 100, 200, 400, 800, 1_600, 3_200, 6_400, 12_800, 25_600, 51_200, 102_400)
-AGE_BUCKETS = 16
 DEPTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 READER = np.dtype(
@@ -224,6 +235,7 @@ READER = np.dtype(
         ("doorbell", "i8"),
         ("window_bytes", "i8"),
         ("depth", "i8"),
+        ("sampled_hashes", "i8"),  # a record is followed if its hash is below
         ("grace_us", "i8"),
         ("idle_timeout_us", "i8"),
         ("n_tables", "i8"),
@@ -242,7 +254,11 @@ READER = np.dtype(
         ("free_window", "i8"),
         ("queued", "i8"),
         ("free_queued", "i8"),
-        ("lane_place", "i8"),  # whose turn it was: a place of stamp_owner, or the place after the last for NOBODY
+        ("turn", "i8"),  # of the tenant served last
+        ("fullest", "i8"),  # lane that holds most of the queue,
+        ("fullest_turn", "i8"),  # as found in this turn of the loop
+        ("sampled", "i8"),  # rows of the sample in use
+        ("sample_next", "i8"),  # row to look at next
         ("batch_first", "i8"),  # position of the oldest grace batch; MAX_BATCHES a lap
         ("batch_last", "i8"),  # position after the newest
         ("open_chain", "i8"),  # slots retired since the last fence
@@ -253,29 +269,15 @@ READER = np.dtype(
         ("turns", "i8"),
         ("completions", "i8"),
         ("sleeps", "i8"),
-        ("requests", "i8"),
-        ("cold", "i8"),  # results of a request, exhaustive: never resident before,
-        ("evicted_again", "i8"),  # resident once,
-        ("duplicates", "i8"),  # queued or filling already,
-        ("resident_already", "i8"),  # filled between the look-up and now,
-        ("quarantine_hits", "i8"),  # unreadable
-        ("fills", "i8"),
-        ("fills_useful", "i8"),
-        ("fills_preload", "i8"),
-        ("evictions", "i8"),
         ("reads", "i8"),
-        ("read_bytes", "i8"),
         ("merged", "i8"),
         ("short_reads", "i8"),
-        ("io_errors", "i8"),
-        ("corrupt", "i8"),
-        ("retries", "i8"),
         ("dropped_queue", "i8"),
         ("dropped_grace", "i8"),
         ("fences", "i8"),
         ("page_moves", "i8"),
-        ("fill_us_sum", "i8"),
         ("read_us_sum", "i8"),
+        ("write_us_sum", "i8"),
         ("depth_sum", "i8"),
     ]
 )
@@ -298,8 +300,9 @@ class Core(NamedTuple):
     stepped: NDArray[np.uint32]  # [MAX_SESSIONS] clock of the last step seen, parallel to stamps
     stamp_owner: NDArray[np.int64]  # [MAX_SESSIONS + 1] session of each stamps entry; last cell = how many
     queue: NDArray[np.void]  # [MAX_QUEUED] of QUEUED
-    lanes: NDArray[np.int64]  # [LANES] entries of `queue` of each session, and of NOBODY
+    lanes: NDArray[np.void]  # [LANES] of LANE
     buckets: NDArray[np.int64]  # [LANES, SCORE_BUCKETS, 2] first and last queue entry of each lane's score bucket
+    tenants: NDArray[np.void]  # [MAX_TENANT_ROWS] of TENANT
     windows: NDArray[np.void]  # [depth + WRITES_A_PLACE * places] of WINDOW: reads, then writes of each KV place
     kv: NDArray[np.void]  # [places] of KV
     batches: NDArray[np.void]  # [MAX_BATCHES] of BATCH
@@ -307,11 +310,34 @@ class Core(NamedTuple):
     wanted: NDArray[np.int64]  # [depth] scratch: queue entries about to be read
     finished: NDArray[np.int64]  # [2, windows] scratch: windows and results of completions
     tails: NDArray[np.int64]  # [MAX_CLASSES] scratch: age information for the page budget
-    fill_us: NDArray[np.int64]  # [len(FILL_BUCKETS_US) + 1] histogram: request taken → slot valid
+    kinds: NDArray[np.void]  # [len(KINDS)] of KIND
+    evicted: NDArray[np.int64]  # [len(KINDS), len(EVICTION_CAUSES)] records
+    errnos: NDArray[np.int64]  # [2, ERRNOS] reads and writes that failed, by errno; 0: the file ended
+    sample: NDArray[np.void]  # [MAX_SAMPLED] of SAMPLE, the first rd.sampled in use
+    fill_us: NDArray[np.int64]  # [len(KINDS), len(FILL_BUCKETS_US) + 1] histogram: request taken → slot valid
     read_us: NDArray[np.int64]  # [len(FILL_BUCKETS_US) + 1] histogram: read submitted → completed
+    write_us: NDArray[np.int64]  # [len(FILL_BUCKETS_US) + 1] histogram: write submitted → completed
     depths: NDArray[np.int64]  # [len(DEPTH_BUCKETS) + 1] histogram: reads in flight when one is submitted
-    ages: NDArray[np.int64]  # [AGE_BUCKETS] histogram: log2 of ticks from fill to first use; last = never
+    ages: NDArray[np.int64]  # [len(KINDS), len(AGE_BUCKETS_STEPS) + 1] histogram of the sample: steps to the first use
+    gaps: NDArray[np.int64]  # [len(KINDS), 2, len(GAP_BUCKETS_US) + 2] histograms of the sample, each with its sum:
+    # microseconds between two uses, and from the last use to the eviction
     scratch: NDArray[np.uint64]  # [8] for system calls
+
+
+def _counters() -> dict[str, Any]:
+    """Those of a core's arrays that only count."""
+    return {
+        "kinds": np.zeros(len(KINDS), KIND),
+        "evicted": np.zeros((len(KINDS), len(EVICTION_CAUSES)), np.int64),
+        "errnos": np.zeros((2, ERRNOS), np.int64),
+        "sample": np.zeros(MAX_SAMPLED, SAMPLE),
+        "fill_us": np.zeros((len(KINDS), len(FILL_BUCKETS_US) + 1), np.int64),
+        "read_us": np.zeros(len(FILL_BUCKETS_US) + 1, np.int64),
+        "write_us": np.zeros(len(FILL_BUCKETS_US) + 1, np.int64),
+        "depths": np.zeros(len(DEPTH_BUCKETS) + 1, np.int64),
+        "ages": np.zeros((len(KINDS), len(AGE_BUCKETS_STEPS) + 1), np.int64),
+        "gaps": np.zeros((len(KINDS), 2, len(GAP_BUCKETS_US) + 2), np.int64),
+    }
 
 
 def make_core(
@@ -339,8 +365,9 @@ def make_core(
         stepped=np.zeros(layout.MAX_SESSIONS, np.uint32),
         stamp_owner=np.zeros(layout.MAX_SESSIONS + 1, np.int64),
         queue=np.zeros(MAX_QUEUED, QUEUED),
-        lanes=np.zeros(LANES, np.int64),
+        lanes=np.zeros(LANES, LANE),
         buckets=np.full((LANES, SCORE_BUCKETS, 2), NONE, np.int64),
+        tenants=np.zeros(MAX_TENANT_ROWS, TENANT),
         windows=np.zeros(depth + WRITES_A_PLACE * kv_places, WINDOW),
         kv=np.zeros(kv_places, KV),
         batches=np.zeros(MAX_BATCHES, BATCH),
@@ -348,10 +375,7 @@ def make_core(
         wanted=np.zeros(depth, np.int64),
         finished=np.zeros((2, depth + WRITES_A_PLACE * kv_places), np.int64),
         tails=np.full(budget.MAX_CLASSES, NONE, np.int64),
-        fill_us=np.zeros(len(FILL_BUCKETS_US) + 1, np.int64),
-        read_us=np.zeros(len(FILL_BUCKETS_US) + 1, np.int64),
-        depths=np.zeros(len(DEPTH_BUCKETS) + 1, np.int64),
-        ages=np.zeros(AGE_BUCKETS, np.int64),
+        **_counters(),
         scratch=np.zeros(8, np.uint64),
     )
     core.classes["free_head"] = NONE
@@ -361,6 +385,7 @@ def make_core(
     core.windows["next_free"][depth - 1] = NONE
     core.kv["window"] = NONE
     core.tables["kv"] = NONE
+    core.tenants["stride"] = TENANT_TURN
     rd["open_chain"] = NONE
     rd["depth"] = depth
     rd["range_pages"] = range_pages

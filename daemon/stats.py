@@ -10,12 +10,17 @@ __all__ = [
     "CacheStats",
     "ClassStats",
     "FillStats",
+    "IoErrorStats",
+    "KindStats",
+    "KvStats",
     "LookupStats",
     "ReadStats",
     "RequestStats",
     "SessionStats",
     "Stats",
     "StoreStats",
+    "TenantStats",
+    "WriteStats",
 ]
 
 
@@ -69,9 +74,51 @@ class FillStats:
     latency_counts: tuple[int, ...] = ()
     unused: int = 0
     """Evicted without ever having been looked up."""
-    age_bounds_ticks: tuple[int, ...] = ()
+    put: int = 0
+    """KV records that became readable when they were put; not among ``fills``."""
+
+
+@dataclass(frozen=True)
+class KindStats:
+    """The parts that weights and KV have in :class:`RequestStats`, :class:`FillStats` and :class:`ReadStats`.
+
+    Counters with a common total never overlap: requests = cold + evicted + duplicates + resident_already + quarantined;
+    what became readable = asked + preloaded + put; what left = the four evictions.
+    """
+
+    kind: str
+    requests: int = 0
+    cold: int = 0
+    evicted: int = 0
+    duplicates: int = 0
+    resident_already: int = 0
+    quarantined: int = 0
+    asked: int = 0
+    preloaded: int = 0
+    put: int = 0
+    useful: int = 0
+    unused: int = 0
+    corrupt: int = 0
+    retries: int = 0
+    evictions_capacity: int = 0
+    evictions_pressure: int = 0
+    evictions_epoch: int = 0
+    evictions_clear: int = 0
+    demand_bytes: int = 0
+    ahead_bytes: int = 0
+    write_bytes: int = 0
+    entries: int = 0
+    """Records that can be asked for now. A gauge."""
+    latency_us: int = 0
+    latency_counts: tuple[int, ...] = ()
     age_counts: tuple[int, ...] = ()
-    """Useful ones by their age at first use, in ticks of the reader's clock; known at eviction, as ``useful`` is."""
+    """Sampled fills by the steps that whoever asked began until the first use; the last: later, or never."""
+    reuse_us: int = 0
+    reuse_counts: tuple[int, ...] = ()
+    """Sampled uses by the time since the use before."""
+    idle_us: int = 0
+    idle_counts: tuple[int, ...] = ()
+    """Sampled evictions by the time since the last use."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +141,50 @@ class ReadStats:
     depth_counts: tuple[int, ...] = ()
     """Submitted reads by how many were in flight then, themselves included."""
     depth_sum: int = 0
+
+
+@dataclass(frozen=True)
+class WriteStats:
+    """Writes of KV blocks. ``in_flight`` is a gauge; bounds are those of :class:`ReadStats`."""
+
+    writes: int = 0
+    bytes: int = 0
+    microseconds: int = 0
+    in_flight: int = 0
+    latency_counts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class IoErrorStats:
+    """Reads or writes that failed with one errno, by its name; ``EOF``: the file ended early."""
+
+    op: str
+    errno: str
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class KvStats:
+    """KV blocks of all sessions there were. ``granted_bytes`` and ``free_bytes`` (of their file system) are gauges."""
+
+    put: int = 0
+    refused: int = 0
+    written: int = 0
+    failed: int = 0
+    granted_bytes: int = 0
+    limit_bytes: int = 0
+    free_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class TenantStats:
+    """A tenant, or ``others``. ``kv_bytes`` is a gauge."""
+
+    tenant: str
+    requests: int = 0
+    fills: int = 0
+    dropped: int = 0
+    kv_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,8 +213,9 @@ class ClassStats:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """One served store, in the order of the served stores."""
+    """One served store; ``index`` is its table number."""
 
+    index: int = 0
     resident_records: int = 0
     fills: int = 0
     quarantined: int = 0
@@ -160,6 +252,16 @@ class Stats:
     requests: RequestStats = field(default_factory=RequestStats)
     fills: FillStats = field(default_factory=FillStats)
     reads: ReadStats = field(default_factory=ReadStats)
+    writes: WriteStats = field(default_factory=WriteStats)
+    kv: KvStats = field(default_factory=KvStats)
+    kinds: tuple[KindStats, ...] = ()
+    io_errors: tuple[IoErrorStats, ...] = ()
+    tenants: tuple[TenantStats, ...] = ()
+    """Empty where none is configured."""
+    ring_depth: int = 0
+    """Requests that wait in the sessions' rings. A gauge."""
+    age_bounds_steps: tuple[int, ...] = ()
+    gap_bounds_us: tuple[int, ...] = ()
     caches: tuple[CacheStats, ...] = ()
     classes: tuple[ClassStats, ...] = ()
     stores: tuple[StoreStats, ...] = ()

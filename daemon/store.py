@@ -8,6 +8,7 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -30,7 +31,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass
 class Store:
-    """A validated, open store. ``descriptor`` is what is read; ``buffered`` what to fall back to (-1: nothing)."""
+    """A validated, open store. ``descriptor`` is what is read; ``buffered`` what to fall back to (-1: nothing). Stores
+    whose ``rule`` (who may use them) is equal share a ``domain`` of memory, which the tier decides.
+    """
 
     manifest: StoreManifest
     checksums: NDArray[np.uint32]
@@ -39,7 +42,8 @@ class Store:
     direct: bool
     alignment: int
     preload: bool
-    domain: int
+    rule: Hashable
+    domain: int = 0
 
     def close(self) -> None:
         """Close the descriptors; nothing may be in flight."""
@@ -47,7 +51,7 @@ class Store:
             os.close(descriptor)
 
 
-def open_served(folder: Path, *, direct_io: str, preload: bool = False, domain: int = 0) -> Store:
+def open_served(folder: Path, *, direct_io: str, preload: bool = False, rule: Hashable = None) -> Store:
     """Open and validate a store for serving.
 
     Raises:
@@ -70,8 +74,8 @@ def open_served(folder: Path, *, direct_io: str, preload: bool = False, domain: 
                 'move the store, or set reader.direct_io = "prefer"',
             )
     if direct == -1:
-        return Store(manifest, checksums, buffered, buffered, False, 1, preload, domain)
-    return Store(manifest, checksums, direct, buffered, True, alignment, preload, domain)
+        return Store(manifest, checksums, buffered, buffered, False, 1, preload, rule)
+    return Store(manifest, checksums, direct, buffered, True, alignment, preload, rule)
 
 
 def _open_direct(path: Path) -> tuple[int, int]:

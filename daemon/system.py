@@ -35,6 +35,7 @@ PREADV2: Final = 327 if _X86 else 286
 PWRITEV2: Final = 328 if _X86 else 287
 _PPOLL: Final = 271 if _X86 else 73
 _FALLOCATE: Final = 285 if _X86 else 47
+_PUNCH_HOLE_KEEP_SIZE: Final = 3
 _FUTEX: Final = 202 if _X86 else 98
 _FUTEX_WAKE: Final = 1
 _CLOCK_MONOTONIC: Final = 1
@@ -71,9 +72,9 @@ def eventfd_drain(descriptor: int, scratch: int) -> int:
 
 
 @borrowing
-def punch_hole(descriptor: int, mode: int, offset: int, length: int) -> int:
-    """fallocate(2)."""
-    return call(_FALLOCATE, descriptor, mode, offset, length, 0, 0)
+def punch_hole(descriptor: int, offset: int, length: int) -> int:
+    """Give the blocks of a part of a file back; 0, or -errno where the file system cannot."""
+    return call(_FALLOCATE, descriptor, _PUNCH_HOLE_KEEP_SIZE, offset, length, 0, 0)
 
 
 @borrowing

@@ -5,10 +5,8 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from strataflux.cache_policy import budget
 from strataflux.daemon import grace, requests
@@ -17,6 +15,15 @@ from strataflux.daemon.interface import SessionRequest
 from strataflux.daemon.kv import KvPlace, KvSettings
 from strataflux.daemon.state import NONE, Core, make_core
 from strataflux.daemon.store import Store
+from strataflux.daemon.tables import (
+    SPARE_SECTIONS,
+    StoreTables,
+    largest_window,
+    number_domains,
+    sampled_hashes,
+    share_pages,
+)
+from strataflux.daemon.tenants import TenantTable
 from strataflux.proto import layout
 from strataflux.proto.messages import SegmentInfo, TableInfo
 from strataflux.proto.segment import Segment, create
@@ -24,7 +31,8 @@ from strataflux.proto.segment import Segment, create
 __all__ = ["CacheSegment", "OpenSession", "Tier"]
 
 _SEGMENT_PAGES_MIN = layout.SEGMENT_MIN_BYTES // layout.CACHE_PAGE_BYTES
-_WINDOW_MIN = 16 * 1024
+_WINDOW_MIN = 32 * 1024
+"""Of the bounce pool: what stores that come later need is not known yet."""
 
 
 @dataclass
@@ -62,8 +70,10 @@ class _Row:
     session_id: int
     view: Segment
     page: Segment
+    stores: tuple[int, ...]
     domains: set[int]
     place: KvPlace | None
+    tenant: str
 
 
 class Tier:
@@ -82,24 +92,31 @@ class Tier:
         kv: KvSettings | None = None,
     ) -> None:
         # fixed after construction
-        self.stores = list(stores)
         self.generation = secrets.randbits(63)
         self.segments: list[CacheSegment] = []
         self.retiring: list[CacheSegment] = []  # not for new sessions any more
         self.daemon_page = create("strataflux-daemon", layout.PAGE_HEADER_BYTES, reserve=True)
         self._write_header(self.daemon_page, layout.DAEMON_PAGE, layout.DAEMON_MAGIC, 0)
         self.doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self.directories: list[Segment] = []
-        self._private: list[NDArray[Any]] = []
         # reader thread only
+        self._unmade: list[tuple[int, int, int]] = []  # segments (number, domain, pages) planned for a first store
         self.rows: dict[int, _Row] = {}
         self.invalid_closed = 0  # rubbish entries of sessions that are gone
         self.places: list[KvPlace] = []
         self.closing: list[KvPlace] = []
+        domains = number_domains(stores)
         try:
-            self.core = self._make_core(weight_bytes, depth, kv)
-            self._add_stores()
+            self.core = self._make_core(stores, len(domains), weight_bytes, depth, kv)
         except BaseException:
+            self._drop_memory()
+            raise
+        self.tables = StoreTables(self.core, domains)
+        self.tenants = TenantTable(self.core)
+        try:
+            for store in stores:
+                self.tables.add(store)
+        except BaseException:
+            self.tables.close()
             self._drop_memory()
             raise
         self.pool = self._make_pool(depth)
@@ -108,13 +125,24 @@ class Tier:
         rd["doorbell"] = self.doorbell
         rd["grace_us"] = int(grace_seconds * 1e6)
 
-    def _make_core(self, weight_bytes: int, depth: int, kv: KvSettings | None) -> Core:
+    @property
+    def stores(self) -> dict[int, Store]:
+        """The served stores by their table numbers."""
+        return self.tables.stores
+
+    @property
+    def directories(self) -> dict[int, Segment]:
+        """Their directories."""
+        return self.tables.directories
+
+    def _make_core(
+        self, stores: Sequence[Store], domains: int, weight_bytes: int, depth: int, kv: KvSettings | None
+    ) -> Core:
         """Segments for each domain's share of the weight budget, exact to a page, and room in the address range for the
-        KV places'; at most 64 in all.
+        KV places'; at most 64 in all. Without stores the memory is planned for one domain, and taken with its first.
         """
-        domains = max((store.domain for store in self.stores), default=-1) + 1
         total_pages = max(weight_bytes // layout.CACHE_PAGE_BYTES, domains)
-        shares = self._shares(total_pages, domains)
+        shares = share_pages(stores, total_pages, domains) if domains else [total_pages]
         places = kv.places if kv is not None else 0
         kv_pages = kv.cache_bytes // places // layout.CACHE_PAGE_BYTES if kv is not None else 0
         # Half of the segments at most are full ones; each domain and place may end with one that is not.
@@ -126,85 +154,77 @@ class Tier:
             for domain, share in enumerate(shares)
             for start in range(0, share, largest)
         ]
-        sections = sum(len(store.manifest.sections) for store in self.stores)
+        sections = sum(len(store.manifest.sections) for store in stores) + SPARE_SECTIONS
         segments = len(plan) + places * kv_segments
-        core = make_core(segments * largest, sections + places, domains + places, largest, depth, places)
+        core = make_core(segments * largest, sections + places, len(shares) + places, largest, depth, places)
+        core.rd[0]["sampled_hashes"] = sampled_hashes(stores, total_pages)
         for number in range(places):
             first = len(plan) + number * kv_segments
             assert kv is not None
             at = range(first, first + kv_segments)
-            self.places.append(KvPlace(core, number, kv, at, largest, domains + number, len(self.stores) + number))
-        for number, (domain, pages) in enumerate(plan):
-            memory = create("strataflux-cache", pages * layout.CACHE_PAGE_BYTES, reserve=True)
-            self.segments.append(CacheSegment(memory, number * largest, domain))
-            budget.grow(core.pages, domain, number)
-            budget.trim(core.pages, number, pages)
-            first = number * largest
-            core.page_address[first : first + pages] = memory.address + np.arange(pages) * layout.CACHE_PAGE_BYTES
+            table = layout.MAX_TABLES - places + number
+            self.places.append(KvPlace(core, number, kv, at, largest, len(shares) + number, table))
+        self._unmade = [(number, domain, pages) for number, (domain, pages) in enumerate(plan)]
+        if domains:
+            self._make_segments(core)
         return core
 
-    def _shares(self, pages: int, domains: int) -> list[int]:
-        """Pages of each domain, by the bytes of its stores; every domain gets at least one."""
-        if not domains:
-            return []
-        sizes = [sum(s.manifest.records_bytes for s in self.stores if s.domain == domain) for domain in range(domains)]
-        shares = [max(pages * size // sum(sizes), 1) for size in sizes]
-        shares[int(np.argmax(shares))] += pages - sum(shares)
-        return shares
+    def _make_segments(self, core: Core) -> None:
+        """Take the memory that is planned.
 
-    def _add_stores(self) -> None:
-        first = 0
-        for number, store in enumerate(self.stores):
-            manifest = store.manifest
-            directory = create("strataflux-directory", self._directory_bytes(manifest.record_count), reserve=False)
-            pending = np.zeros(manifest.record_count, np.uint32)
-            self.directories.append(directory)
-            self._private += [pending, store.checksums]
-            row = self.core.tables[number]
-            row["active"] = 1
-            row["records"] = manifest.record_count
-            row["directory"] = directory.address
-            row["pending"] = pending.ctypes.data
-            row["checksums"] = store.checksums.ctypes.data
-            row["first_section"] = first
-            row["sections"] = len(manifest.sections)
-            row["descriptor"] = store.descriptor
-            row["buffered"] = store.buffered
-            row["direct"] = store.direct
-            row["alignment"] = store.alignment
-            row["preload_next"] = 0 if store.preload else NONE
-            for at, section in enumerate(manifest.sections, first):
-                cls = budget.add_class(self.core.pages, layout.slot_bytes(section.record_bytes), store.domain)
-                self.core.classes[cls]["units"] = layout.slot_bytes(section.record_bytes) // layout.SLOT_UNIT_BYTES
-                self.core.sections[at] = (
-                    section.first_oid,
-                    section.count,
-                    section.record_bytes,
-                    section.stride,
-                    section.offset,
-                    cls,
-                    section.count,
-                    0,
-                    0,
+        Raises:
+            SegmentError: there is none.
+        """
+        stride = int(core.pages.sizes[1])
+        while self._unmade:
+            number, domain, pages = self._unmade[0]
+            memory = create("strataflux-cache", pages * layout.CACHE_PAGE_BYTES, reserve=True)
+            self.segments.append(CacheSegment(memory, number * stride, domain))
+            budget.grow(core.pages, domain, number)
+            budget.trim(core.pages, number, pages)
+            first = number * stride
+            core.page_address[first : first + pages] = memory.address + np.arange(pages) * layout.CACHE_PAGE_BYTES
+            self._unmade.pop(0)
+
+    def add_store(self, store: Store) -> int:
+        """Serve one more store, which is taken over; its table number. On an error it is closed, nothing else changed.
+
+        Raises:
+            Refusal: its records or its access rule do not fit what was set up at the start. SegmentError: no memory.
+        """
+        try:
+            self._check_window(store)
+            if not self.tables.domains:
+                self.tables.domains[store.rule] = 0
+            if store.rule not in self.tables.domains:
+                raise Refusal(
+                    "unsupported",
+                    f"access rule of {store.manifest.folder}",
+                    "one that no store has had since the start",
+                    "that of another store: memory is kept apart by these rules when the service starts",
+                    "give it the same share, allow_uids and allow_groups as another, or restart stratafluxd",
                 )
-            first += len(manifest.sections)
-        self.core.rd[0]["n_tables"] = len(self.stores)
-        self.core.rd[0]["n_classes"] = self.core.pages.sizes[0]
+            store.domain = self.tables.domains[store.rule]
+            self._make_segments(self.core)
+            return self.tables.add(store)
+        except BaseException:
+            store.close()
+            raise
 
-    @staticmethod
-    def _directory_bytes(records: int) -> int:
-        return layout.round_up(4 * records, layout.PAGE_HEADER_BYTES)
+    def _check_window(self, store: Store) -> None:
+        window, needed = int(self.core.rd[0]["window_bytes"]), largest_window(store)
+        if needed > window:
+            raise Refusal(
+                "too_large",
+                f"records of {store.manifest.folder}",
+                f"{needed} bytes to read one",
+                f"at most {window}, as set up at the start",
+                "name the store in the configuration and restart stratafluxd",
+            )
 
     def _make_pool(self, depth: int) -> mmap.mmap:
         """The bounce pool: one part a window, large enough for any record's aligned window, and to merge small ones."""
-        largest = max(
-            (
-                layout.round_up(section.record_bytes, store.alignment) + 2 * store.alignment
-                for store in self.stores
-                for section in store.manifest.sections
-            ),
-            default=0,
-        )
+        largest = max(map(largest_window, self.stores.values()), default=0)
         window_bytes = layout.round_up(max(largest, _WINDOW_MIN), mmap.PAGESIZE)
         pool = mmap.mmap(-1, depth * window_bytes)
         address = int(np.frombuffer(pool, np.uint8).ctypes.data)
@@ -220,9 +240,10 @@ class Tier:
     @property
     def metadata_bytes(self) -> int:
         """Bytes of arrays beside the cache, sparse parts included."""
-        arrays = [a for a in self.core if isinstance(a, np.ndarray)] + self._private
+        arrays = [a for a in self.core if isinstance(a, np.ndarray)]
         nested = [*self.core.policy, *self.core.pages]
-        return int(sum(a.nbytes for a in [*arrays, *nested])) + sum(d.size for d in self.directories)
+        shared = self.tables.private_bytes + sum(d.size for d in self.directories.values())
+        return int(sum(a.nbytes for a in [*arrays, *nested])) + shared
 
     def _write_header(self, segment: Segment, page: np.dtype[np.void], magic: int, identity: int) -> None:
         header = segment.view(page)["header"]
@@ -236,8 +257,10 @@ class Tier:
         """Enter a session in the reader's table; only then do its descriptors exist.
 
         Raises:
-            SegmentError: no memory for its segments.
+            SegmentError: no memory for its segments. Refusal: a store that is not served any more, or no KV place.
         """
+        if not set(request.stores) <= self.stores.keys():
+            raise Refusal("identity", "store", "one that was just removed", "a served one", "attach again")
         index = int(np.flatnonzero(self.core.sessions["active"] == 0)[0])
         stamps_count = int(self.core.rd[0]["range_pages"]) * layout.UNITS_PER_PAGE
         staging = request.kv.groups_per_block * request.kv.record_bytes if request.kv is not None else 0
@@ -260,7 +283,8 @@ class Tier:
         self.core.session_tables[index, :] = NONE
         self.core.session_tables[index, : len(request.stores)] = request.stores
         domains = {self.stores[number].domain for number in request.stores}
-        self.rows[index] = _Row(session_id, view, page, domains, place)
+        self.rows[index] = _Row(session_id, view, page, request.stores, domains, place, request.tenant)
+        self.tenants.join(request.tenant, index)
         if place is not None and request.kv is not None:
             try:
                 staging_at, ring_at = page.address + geometry.staging_offset, page.address + geometry.put_ring_offset
@@ -327,8 +351,9 @@ class Tier:
         """Forget a session; its grace holds are gone at once. Its memory goes with the last map of it."""
         requests.forget_session(self.core, index)
         grace.end_session(self.core, index)
-        self.invalid_closed += int(self.core.sessions[index]["invalid"])
-        self.core.sessions[index]["invalid"] = 0
+        row = self.core.sessions[index]
+        self.invalid_closed += int(row["invalid"]) + int(row["holes"])
+        row["invalid"] = row["holes"] = 0
         self._forget_row(index)
 
     def _forget_row(self, index: int) -> None:
@@ -338,6 +363,12 @@ class Tier:
             self.closing.append(row.place)
         row.view.close()
         row.page.close()
+
+    def granted_bytes(self, tenant: str) -> int:
+        """Bytes on disk of KV blocks that the sessions of a tenant hold."""
+        mine = self.tenants.row_of(tenant)
+        places = [row.place for row in list(self.rows.values()) if self.tenants.row_of(row.tenant) == mine]
+        return sum(place.granted_bytes for place in places if place is not None)
 
     def settle(self) -> None:
         """Free the KV places of sessions that are gone, as soon as nothing holds them."""
@@ -352,11 +383,12 @@ class Tier:
         self.rows.clear()
         for place in self.places:
             place.drop()
+        self.tables.close()
         self._drop_memory()
-        for store in self.stores:
+        for store in self.stores.values():
             store.close()
 
     def _drop_memory(self) -> None:
-        for segment in (self.daemon_page, *self.directories, *(s.segment for s in (*self.segments, *self.retiring))):
+        for segment in (self.daemon_page, *(s.segment for s in (*self.segments, *self.retiring))):
             segment.close()
         os.close(self.doorbell)

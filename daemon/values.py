@@ -18,6 +18,7 @@ __all__ = [
     "folder",
     "group_list",
     "key",
+    "label",
     "number",
     "optional_folder",
     "percent",
@@ -30,6 +31,7 @@ __all__ = [
 T = TypeVar("T")
 
 _UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_LABEL: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _SIZE: Final = re.compile(r"(\d{1,15}) ?(B|KiB|MiB|GiB|TiB)?")
 
 
@@ -112,6 +114,15 @@ def choice(*names: str) -> Kind[str]:
         return value
 
     return Kind("one of " + ", ".join(f'"{name}"' for name in names), parse)
+
+
+def _label(value: object) -> str:
+    if not isinstance(value, str) or not _LABEL.fullmatch(value) or value == "others":
+        raise ValueError
+    return value
+
+
+label: Final = Kind('a name of 1 … 32 small letters, digits, "-" and "_", and not "others"', _label)
 
 
 def _folder(value: object) -> Path:

@@ -103,21 +103,101 @@ class Section(_message.Message):
     records: int
     def __init__(self, layer: _Optional[int] = ..., set: _Optional[str] = ..., records: _Optional[int] = ...) -> None: ...
 
+class AddStoreRequest(_message.Message):
+    __slots__ = ("name", "settings")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    settings: StoreSettings
+    def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Union[StoreSettings, _Mapping]] = ...) -> None: ...
+
+class AddStoreResponse(_message.Message):
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    def __init__(self, digest: _Optional[str] = ...) -> None: ...
+
+class StoreSettings(_message.Message):
+    __slots__ = ("share", "preload", "allow")
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    PRELOAD_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_FIELD_NUMBER: _ClassVar[int]
+    share: str
+    preload: bool
+    allow: Access
+    def __init__(self, share: _Optional[str] = ..., preload: _Optional[bool] = ..., allow: _Optional[_Union[Access, _Mapping]] = ...) -> None: ...
+
+class Access(_message.Message):
+    __slots__ = ("uids", "groups")
+    UIDS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    uids: _containers.RepeatedScalarFieldContainer[int]
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, uids: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RemoveStoreRequest(_message.Message):
+    __slots__ = ("store", "delete_files")
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    DELETE_FILES_FIELD_NUMBER: _ClassVar[int]
+    store: str
+    delete_files: bool
+    def __init__(self, store: _Optional[str] = ..., delete_files: _Optional[bool] = ...) -> None: ...
+
+class RemoveStoreResponse(_message.Message):
+    __slots__ = ("digest", "sessions")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    sessions: int
+    def __init__(self, digest: _Optional[str] = ..., sessions: _Optional[int] = ...) -> None: ...
+
+class ImportStoreRequest(_message.Message):
+    __slots__ = ("begin", "data")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    begin: ImportBegin
+    data: bytes
+    def __init__(self, begin: _Optional[_Union[ImportBegin, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ImportBegin(_message.Message):
+    __slots__ = ("name", "settings", "manifest_bytes", "checksums_bytes", "records_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    settings: StoreSettings
+    manifest_bytes: int
+    checksums_bytes: int
+    records_bytes: int
+    def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Union[StoreSettings, _Mapping]] = ..., manifest_bytes: _Optional[int] = ..., checksums_bytes: _Optional[int] = ..., records_bytes: _Optional[int] = ...) -> None: ...
+
+class ImportStoreResponse(_message.Message):
+    __slots__ = ("digest", "records")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    records: int
+    def __init__(self, digest: _Optional[str] = ..., records: _Optional[int] = ...) -> None: ...
+
 class StoreStats(_message.Message):
-    __slots__ = ("resident_records", "fills", "quarantined", "direct", "direct_fallbacks", "section_misses")
+    __slots__ = ("resident_records", "fills", "quarantined", "direct", "direct_fallbacks", "section_misses", "index")
     RESIDENT_RECORDS_FIELD_NUMBER: _ClassVar[int]
     FILLS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     SECTION_MISSES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     resident_records: int
     fills: int
     quarantined: int
     direct: bool
     direct_fallbacks: int
     section_misses: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, resident_records: _Optional[int] = ..., fills: _Optional[int] = ..., quarantined: _Optional[int] = ..., direct: _Optional[bool] = ..., direct_fallbacks: _Optional[int] = ..., section_misses: _Optional[_Iterable[int]] = ...) -> None: ...
+    index: int
+    def __init__(self, resident_records: _Optional[int] = ..., fills: _Optional[int] = ..., quarantined: _Optional[int] = ..., direct: _Optional[bool] = ..., direct_fallbacks: _Optional[int] = ..., section_misses: _Optional[_Iterable[int]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ()
@@ -130,20 +210,22 @@ class ListSessionsResponse(_message.Message):
     def __init__(self, sessions: _Optional[_Iterable[_Union[Session, _Mapping]]] = ...) -> None: ...
 
 class Session(_message.Message):
-    __slots__ = ("session", "client", "uid", "pid", "stores", "stats")
+    __slots__ = ("session", "client", "uid", "pid", "stores", "stats", "tenant")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     STORES_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     session: int
     client: str
     uid: int
     pid: int
     stores: _containers.RepeatedScalarFieldContainer[str]
     stats: SessionStats
-    def __init__(self, session: _Optional[int] = ..., client: _Optional[str] = ..., uid: _Optional[int] = ..., pid: _Optional[int] = ..., stores: _Optional[_Iterable[str]] = ..., stats: _Optional[_Union[SessionStats, _Mapping]] = ...) -> None: ...
+    tenant: str
+    def __init__(self, session: _Optional[int] = ..., client: _Optional[str] = ..., uid: _Optional[int] = ..., pid: _Optional[int] = ..., stores: _Optional[_Iterable[str]] = ..., stats: _Optional[_Union[SessionStats, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("index", "lookups", "hits", "requests", "dropped", "invalid", "fills", "steps", "steps_invalid", "waits", "wait_nanoseconds", "deadlines_exceeded", "fenced")
@@ -186,7 +268,7 @@ class WatchStatsRequest(_message.Message):
     def __init__(self, interval_seconds: _Optional[float] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("at_seconds", "lookups", "requests", "fills", "reads", "caches", "classes", "stores", "sessions", "turns", "fences", "page_moves", "metadata_bytes")
+    __slots__ = ("at_seconds", "lookups", "requests", "fills", "reads", "caches", "classes", "stores", "sessions", "turns", "fences", "page_moves", "metadata_bytes", "writes", "kv", "kinds", "io_errors", "tenants", "ring_depth", "age_bounds_steps", "gap_bounds_us")
     AT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +282,14 @@ class Stats(_message.Message):
     FENCES_FIELD_NUMBER: _ClassVar[int]
     PAGE_MOVES_FIELD_NUMBER: _ClassVar[int]
     METADATA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITES_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    IO_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    RING_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    AGE_BOUNDS_STEPS_FIELD_NUMBER: _ClassVar[int]
+    GAP_BOUNDS_US_FIELD_NUMBER: _ClassVar[int]
     at_seconds: float
     lookups: LookupStats
     requests: RequestStats
@@ -213,7 +303,15 @@ class Stats(_message.Message):
     fences: int
     page_moves: int
     metadata_bytes: int
-    def __init__(self, at_seconds: _Optional[float] = ..., lookups: _Optional[_Union[LookupStats, _Mapping]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., fills: _Optional[_Union[FillStats, _Mapping]] = ..., reads: _Optional[_Union[ReadStats, _Mapping]] = ..., caches: _Optional[_Iterable[_Union[CacheStats, _Mapping]]] = ..., classes: _Optional[_Iterable[_Union[ClassStats, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., turns: _Optional[int] = ..., fences: _Optional[int] = ..., page_moves: _Optional[int] = ..., metadata_bytes: _Optional[int] = ...) -> None: ...
+    writes: WriteStats
+    kv: KvStats
+    kinds: _containers.RepeatedCompositeFieldContainer[KindStats]
+    io_errors: _containers.RepeatedCompositeFieldContainer[IoErrorStats]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantStats]
+    ring_depth: int
+    age_bounds_steps: _containers.RepeatedScalarFieldContainer[int]
+    gap_bounds_us: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, at_seconds: _Optional[float] = ..., lookups: _Optional[_Union[LookupStats, _Mapping]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., fills: _Optional[_Union[FillStats, _Mapping]] = ..., reads: _Optional[_Union[ReadStats, _Mapping]] = ..., caches: _Optional[_Iterable[_Union[CacheStats, _Mapping]]] = ..., classes: _Optional[_Iterable[_Union[ClassStats, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., turns: _Optional[int] = ..., fences: _Optional[int] = ..., page_moves: _Optional[int] = ..., metadata_bytes: _Optional[int] = ..., writes: _Optional[_Union[WriteStats, _Mapping]] = ..., kv: _Optional[_Union[KvStats, _Mapping]] = ..., kinds: _Optional[_Iterable[_Union[KindStats, _Mapping]]] = ..., io_errors: _Optional[_Iterable[_Union[IoErrorStats, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., ring_depth: _Optional[int] = ..., age_bounds_steps: _Optional[_Iterable[int]] = ..., gap_bounds_us: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LookupStats(_message.Message):
     __slots__ = ("weight_lookups", "weight_hits", "kv_lookups", "kv_hits", "waits", "wait_nanoseconds", "deadlines_exceeded", "steps_invalid")
@@ -260,7 +358,7 @@ class RequestStats(_message.Message):
     def __init__(self, taken: _Optional[int] = ..., duplicates: _Optional[int] = ..., resident_already: _Optional[int] = ..., quarantined: _Optional[int] = ..., invalid: _Optional[int] = ..., dropped_ring: _Optional[int] = ..., dropped_queue: _Optional[int] = ..., dropped_grace: _Optional[int] = ..., cold: _Optional[int] = ..., evicted: _Optional[int] = ...) -> None: ...
 
 class FillStats(_message.Message):
-    __slots__ = ("fills", "useful", "preloaded", "corrupt", "retries", "evictions", "latency_us", "latency_bounds_us", "latency_counts", "unused", "age_bounds_ticks", "age_counts")
+    __slots__ = ("fills", "useful", "preloaded", "corrupt", "retries", "evictions", "latency_us", "latency_bounds_us", "latency_counts", "unused", "put")
     FILLS_FIELD_NUMBER: _ClassVar[int]
     USEFUL_FIELD_NUMBER: _ClassVar[int]
     PRELOADED_FIELD_NUMBER: _ClassVar[int]
@@ -271,8 +369,7 @@ class FillStats(_message.Message):
     LATENCY_BOUNDS_US_FIELD_NUMBER: _ClassVar[int]
     LATENCY_COUNTS_FIELD_NUMBER: _ClassVar[int]
     UNUSED_FIELD_NUMBER: _ClassVar[int]
-    AGE_BOUNDS_TICKS_FIELD_NUMBER: _ClassVar[int]
-    AGE_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    PUT_FIELD_NUMBER: _ClassVar[int]
     fills: int
     useful: int
     preloaded: int
@@ -283,9 +380,126 @@ class FillStats(_message.Message):
     latency_bounds_us: _containers.RepeatedScalarFieldContainer[int]
     latency_counts: _containers.RepeatedScalarFieldContainer[int]
     unused: int
-    age_bounds_ticks: _containers.RepeatedScalarFieldContainer[int]
+    put: int
+    def __init__(self, fills: _Optional[int] = ..., useful: _Optional[int] = ..., preloaded: _Optional[int] = ..., corrupt: _Optional[int] = ..., retries: _Optional[int] = ..., evictions: _Optional[int] = ..., latency_us: _Optional[int] = ..., latency_bounds_us: _Optional[_Iterable[int]] = ..., latency_counts: _Optional[_Iterable[int]] = ..., unused: _Optional[int] = ..., put: _Optional[int] = ...) -> None: ...
+
+class KindStats(_message.Message):
+    __slots__ = ("kind", "requests", "cold", "evicted", "duplicates", "resident_already", "quarantined", "asked", "preloaded", "put", "useful", "unused", "corrupt", "retries", "evictions_capacity", "evictions_pressure", "evictions_epoch", "evictions_clear", "demand_bytes", "ahead_bytes", "write_bytes", "entries", "latency_us", "latency_counts", "age_counts", "reuse_us", "reuse_counts", "idle_us", "idle_counts")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    COLD_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_ALREADY_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    ASKED_FIELD_NUMBER: _ClassVar[int]
+    PRELOADED_FIELD_NUMBER: _ClassVar[int]
+    PUT_FIELD_NUMBER: _ClassVar[int]
+    USEFUL_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_CLEAR_FIELD_NUMBER: _ClassVar[int]
+    DEMAND_BYTES_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_US_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    AGE_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    REUSE_US_FIELD_NUMBER: _ClassVar[int]
+    REUSE_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_US_FIELD_NUMBER: _ClassVar[int]
+    IDLE_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    requests: int
+    cold: int
+    evicted: int
+    duplicates: int
+    resident_already: int
+    quarantined: int
+    asked: int
+    preloaded: int
+    put: int
+    useful: int
+    unused: int
+    corrupt: int
+    retries: int
+    evictions_capacity: int
+    evictions_pressure: int
+    evictions_epoch: int
+    evictions_clear: int
+    demand_bytes: int
+    ahead_bytes: int
+    write_bytes: int
+    entries: int
+    latency_us: int
+    latency_counts: _containers.RepeatedScalarFieldContainer[int]
     age_counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, fills: _Optional[int] = ..., useful: _Optional[int] = ..., preloaded: _Optional[int] = ..., corrupt: _Optional[int] = ..., retries: _Optional[int] = ..., evictions: _Optional[int] = ..., latency_us: _Optional[int] = ..., latency_bounds_us: _Optional[_Iterable[int]] = ..., latency_counts: _Optional[_Iterable[int]] = ..., unused: _Optional[int] = ..., age_bounds_ticks: _Optional[_Iterable[int]] = ..., age_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    reuse_us: int
+    reuse_counts: _containers.RepeatedScalarFieldContainer[int]
+    idle_us: int
+    idle_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, kind: _Optional[str] = ..., requests: _Optional[int] = ..., cold: _Optional[int] = ..., evicted: _Optional[int] = ..., duplicates: _Optional[int] = ..., resident_already: _Optional[int] = ..., quarantined: _Optional[int] = ..., asked: _Optional[int] = ..., preloaded: _Optional[int] = ..., put: _Optional[int] = ..., useful: _Optional[int] = ..., unused: _Optional[int] = ..., corrupt: _Optional[int] = ..., retries: _Optional[int] = ..., evictions_capacity: _Optional[int] = ..., evictions_pressure: _Optional[int] = ..., evictions_epoch: _Optional[int] = ..., evictions_clear: _Optional[int] = ..., demand_bytes: _Optional[int] = ..., ahead_bytes: _Optional[int] = ..., write_bytes: _Optional[int] = ..., entries: _Optional[int] = ..., latency_us: _Optional[int] = ..., latency_counts: _Optional[_Iterable[int]] = ..., age_counts: _Optional[_Iterable[int]] = ..., reuse_us: _Optional[int] = ..., reuse_counts: _Optional[_Iterable[int]] = ..., idle_us: _Optional[int] = ..., idle_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WriteStats(_message.Message):
+    __slots__ = ("writes", "bytes", "microseconds", "in_flight", "latency_counts")
+    WRITES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    writes: int
+    bytes: int
+    microseconds: int
+    in_flight: int
+    latency_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, writes: _Optional[int] = ..., bytes: _Optional[int] = ..., microseconds: _Optional[int] = ..., in_flight: _Optional[int] = ..., latency_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class IoErrorStats(_message.Message):
+    __slots__ = ("op", "errno", "count")
+    OP_FIELD_NUMBER: _ClassVar[int]
+    ERRNO_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    op: str
+    errno: str
+    count: int
+    def __init__(self, op: _Optional[str] = ..., errno: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class KvStats(_message.Message):
+    __slots__ = ("put", "refused", "written", "failed", "granted_bytes", "limit_bytes", "free_bytes")
+    PUT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    put: int
+    refused: int
+    written: int
+    failed: int
+    granted_bytes: int
+    limit_bytes: int
+    free_bytes: int
+    def __init__(self, put: _Optional[int] = ..., refused: _Optional[int] = ..., written: _Optional[int] = ..., failed: _Optional[int] = ..., granted_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
+
+class TenantStats(_message.Message):
+    __slots__ = ("tenant", "requests", "fills", "dropped", "kv_bytes")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FILLS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    requests: int
+    fills: int
+    dropped: int
+    kv_bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., requests: _Optional[int] = ..., fills: _Optional[int] = ..., dropped: _Optional[int] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
 
 class ReadStats(_message.Message):
     __slots__ = ("reads", "bytes", "merged", "short_reads", "errors", "direct_fallbacks", "microseconds", "in_flight", "queued", "latency_bounds_us", "latency_counts", "depth_bounds", "depth_counts", "depth_sum")

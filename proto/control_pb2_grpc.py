@@ -69,6 +69,21 @@ class ControlStub:
                 request_serializer=strataflux_dot_proto_dot_control__pb2.DrainRequest.SerializeToString,
                 response_deserializer=strataflux_dot_proto_dot_control__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.AddStore = channel.unary_unary(
+                '/strataflux.control.v1.Control/AddStore',
+                request_serializer=strataflux_dot_proto_dot_control__pb2.AddStoreRequest.SerializeToString,
+                response_deserializer=strataflux_dot_proto_dot_control__pb2.AddStoreResponse.FromString,
+                _registered_method=True)
+        self.RemoveStore = channel.unary_unary(
+                '/strataflux.control.v1.Control/RemoveStore',
+                request_serializer=strataflux_dot_proto_dot_control__pb2.RemoveStoreRequest.SerializeToString,
+                response_deserializer=strataflux_dot_proto_dot_control__pb2.RemoveStoreResponse.FromString,
+                _registered_method=True)
+        self.ImportStore = channel.stream_unary(
+                '/strataflux.control.v1.Control/ImportStore',
+                request_serializer=strataflux_dot_proto_dot_control__pb2.ImportStoreRequest.SerializeToString,
+                response_deserializer=strataflux_dot_proto_dot_control__pb2.ImportStoreResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -123,6 +138,28 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddStore(self, request, context):
+        """Serve a store of the folder of imports, now and after a restart. admin
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveStore(self, request, context):
+        """Serve a store no more; its sessions attach again. admin
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportStore(self, request_iterator, context):
+        """Bring a store into the folder of imports, verify every record, and serve it. First a begin, then the bytes of
+        manifest.json, records.crc and records.bin, in this order and back to back. admin
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,6 +197,21 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=strataflux_dot_proto_dot_control__pb2.DrainRequest.FromString,
                     response_serializer=strataflux_dot_proto_dot_control__pb2.DrainResponse.SerializeToString,
+            ),
+            'AddStore': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddStore,
+                    request_deserializer=strataflux_dot_proto_dot_control__pb2.AddStoreRequest.FromString,
+                    response_serializer=strataflux_dot_proto_dot_control__pb2.AddStoreResponse.SerializeToString,
+            ),
+            'RemoveStore': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveStore,
+                    request_deserializer=strataflux_dot_proto_dot_control__pb2.RemoveStoreRequest.FromString,
+                    response_serializer=strataflux_dot_proto_dot_control__pb2.RemoveStoreResponse.SerializeToString,
+            ),
+            'ImportStore': grpc.stream_unary_rpc_method_handler(
+                    servicer.ImportStore,
+                    request_deserializer=strataflux_dot_proto_dot_control__pb2.ImportStoreRequest.FromString,
+                    response_serializer=strataflux_dot_proto_dot_control__pb2.ImportStoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -351,6 +403,87 @@ class Control:
             '/strataflux.control.v1.Control/Drain',
             strataflux_dot_proto_dot_control__pb2.DrainRequest.SerializeToString,
             strataflux_dot_proto_dot_control__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddStore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/strataflux.control.v1.Control/AddStore',
+            strataflux_dot_proto_dot_control__pb2.AddStoreRequest.SerializeToString,
+            strataflux_dot_proto_dot_control__pb2.AddStoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveStore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/strataflux.control.v1.Control/RemoveStore',
+            strataflux_dot_proto_dot_control__pb2.RemoveStoreRequest.SerializeToString,
+            strataflux_dot_proto_dot_control__pb2.RemoveStoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportStore(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/strataflux.control.v1.Control/ImportStore',
+            strataflux_dot_proto_dot_control__pb2.ImportStoreRequest.SerializeToString,
+            strataflux_dot_proto_dot_control__pb2.ImportStoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

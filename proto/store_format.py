@@ -49,6 +49,7 @@ __all__ = [
     "manifest_body",
     "open_store",
     "plan_sections",
+    "read_manifest",
     "records_header",
 ]
 
@@ -194,8 +195,20 @@ def open_store(folder: Path, expected_digest: str | None = None) -> StoreManifes
     Raises:
         StoreMissing, StoreTruncated, StoreCorrupt, StoreVersionError, StoreIdentityError, StoreGeometryError: by cause.
     """
-    body = _read_manifest(folder)
-    manifest = _parse(folder, body)
+    manifest = read_manifest(folder, expected_digest)
+    _check_size(manifest.records_path, manifest.records_bytes)
+    _check_size(manifest.checksums_path, 4 * manifest.record_count)
+    _check_header(manifest)
+    return manifest
+
+
+def read_manifest(folder: Path, expected_digest: str | None = None) -> StoreManifest:
+    """Validate a store's manifest alone, without a look at the files it describes.
+
+    Raises:
+        StoreMissing, StoreCorrupt, StoreVersionError, StoreIdentityError, StoreGeometryError: by cause.
+    """
+    manifest = _parse(folder, _read_manifest(folder))
     if expected_digest is not None and manifest.identity_digest != expected_digest:
         raise StoreIdentityError(
             folder,
@@ -204,9 +217,6 @@ def open_store(folder: Path, expected_digest: str | None = None) -> StoreManifes
             "point to the store prepared from the same weights, quantizer and layout",
         )
     _check_sections(folder / MANIFEST_FILE, manifest.sections, manifest.record_count, manifest.records_bytes)
-    _check_size(manifest.records_path, manifest.records_bytes)
-    _check_size(manifest.checksums_path, 4 * manifest.record_count)
-    _check_header(manifest)
     return manifest
 
 

@@ -16,6 +16,7 @@ from strataflux.daemon.engines.board import Board, open_board
 from strataflux.daemon.engines.uring import UringEngine
 from strataflux.daemon.interface import SessionRequest
 from strataflux.daemon.kv import KvSettings
+from strataflux.daemon.state import Core
 from strataflux.daemon.store import open_served
 from strataflux.daemon.tier import Tier
 from strataflux.proto import layout
@@ -152,6 +153,33 @@ class Client:
         return np.frombuffer(self.row.page._mapping, np.uint64, 1 << self.log2, address)
 
 
+class Words:
+    """The reader's words by name, and its counters by kind as their sums."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def __getitem__(self, name: str) -> int:
+        if name in ("io_errors", "evictions"):
+            return int((self._core.errnos if name == "io_errors" else self._core.evicted).sum())
+        if name in (self._core.rd.dtype.names or ()):
+            return int(self._core.rd[0][name])
+        parts = {
+            "fills": ("fills", "fills_preload"),
+            "read_bytes": ("read_bytes", "ahead_bytes"),
+            "requests": ("cold", "evicted_again", "duplicates", "resident_already", "quarantine_hits"),
+        }
+        return sum(int(self._core.kinds[part].sum()) for part in parts.get(name, (name,)))
+
+    def __setitem__(self, name: str, value: int) -> None:
+        if name in (self._core.rd.dtype.names or ()):
+            self._core.rd[0][name] = value
+            return
+        counts = self._core.errnos if name == "io_errors" else self._core.kinds[name]
+        counts[:] = 0
+        counts.flat[0] = value
+
+
 class Rig:
     """A tier, an engine and the loop's single turn. Pairs: construction / ``close``."""
 
@@ -173,9 +201,9 @@ class Rig:
         self.engine: Board | UringEngine = open_board(len(self.core.windows), self.tier.doorbell)
 
     @property
-    def rd(self) -> Any:
+    def rd(self) -> "Words":
         """The reader's words and counters."""
-        return self.core.rd[0]
+        return Words(self.core)
 
     def sweep(self, times: int = 1) -> None:
         """Turn the loop."""

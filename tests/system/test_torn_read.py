@@ -25,6 +25,7 @@ from strataflux.client import attach_block, directory
 from strataflux.client.attach_block import Block
 from strataflux.daemon import grace
 from strataflux.daemon.cache import begin_fill, publish, retire, slot_address
+from strataflux.daemon.rows import EVICTED_CAPACITY
 from strataflux.daemon.state import NONE, Core
 from strataflux.proto.atomics import (
     U64,
@@ -112,7 +113,7 @@ def reader_loop(close_batch: Any) -> Callable[[Core, U64], None]:
                     store_u64(slot + np.uint64(8 * word), done << 8 | done % RECORDS)
                 publish(c, entry)
                 if before != NONE:
-                    retire(c, before)
+                    retire(c, before, EVICTED_CAPACITY)
                 before = entry
                 done += 1
             close_batch(c)

@@ -5,7 +5,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ import pytest
 from strataflux.daemon.access import StoreAccess
 from strataflux.daemon.admission import Admission
 from strataflux.daemon.attach import AttachServer
-from strataflux.daemon.config import AttachConfig, StoreConfig
+from strataflux.daemon.config import AttachConfig, StoreConfig, TenantConfig
 from strataflux.daemon.errors import DaemonError, Refusal
 from strataflux.daemon.interface import AddedSegment, SessionRequest
+from strataflux.daemon.quotas import Quotas
 from strataflux.daemon.stats import SessionStats, Stats
 from strataflux.proto import layout, messages, segment
 from strataflux.proto.messages import Hello, Refuse, SegmentInfo, StoreRef, TableInfo
@@ -45,9 +46,12 @@ class FakeOpen:
 class FakeStore:
     manifest: StoreManifest
     preload: bool = False
-    domain: int = 0
     descriptor: int = ZEROS
     alignment: int = 1
+    closed: bool = False
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def fake_store(folder: Path, **identity: Any) -> FakeStore:
@@ -143,6 +147,20 @@ class FakeReader:
 
     def review_quarantine(self) -> int:
         return 0
+
+    def set_tenants(self, tenants: Sequence[TenantConfig]) -> None:
+        self.calls.append(f"tenants({', '.join(tenant.name for tenant in tenants)})")
+
+    def add_store(self, fresh: Any) -> int:
+        if self.failure is not None:
+            raise self.failure
+        self.stores.append(fresh)
+        self.directories.append(segment.create("fake-directory", 4096, reserve=False))
+        self.calls.append(f"add({len(self.stores) - 1})")
+        return len(self.stores) - 1
+
+    def remove_store(self, index: int) -> None:
+        self.calls.append(f"remove({index})")
 
     def replace_store(self, index: int, fresh: Any) -> None:
         self.calls.append(f"replace({index})")
@@ -254,15 +272,18 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
         store_settings: Mapping[str, Any] | None = None,
         stores: list[FakeStore] | None = None,
         folder: Path = tmp_path,
+        tenants: Sequence[TenantConfig] = (),
     ) -> Bench:
         stores = stores or [fake_store(tmp_path / "store", weights="a", architecture="llama", layout=1)]
         reader = FakeReader(stores)
-        accesses = [StoreAccess(StoreConfig(s.manifest.folder, **(store_settings or {}))) for s in stores]
+        settled = [StoreConfig(s.manifest.folder, **(store_settings or {})) for s in stores]
+        accesses = {index: StoreAccess(config) for index, config in enumerate(settled)}
         path = folder / f"attach{len(benches)}.sock"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         listener.bind(str(path))
         listener.listen(64)
-        admission = Admission(stores, accesses, settings or AttachConfig(), CACHE_BYTES)
+        quotas = Quotas(tenants)
+        admission = Admission(dict(enumerate(stores)), accesses, settings or AttachConfig(), CACHE_BYTES, quotas)
         server = AttachServer(listener, reader, admission)
         server.start()
         benches.append(Bench(path, server, reader, stores))

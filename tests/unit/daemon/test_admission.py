@@ -8,29 +8,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strataflux.daemon.access import Peer, StoreAccess
-from strataflux.daemon.admission import Admission, Holder, ring_log2
-from strataflux.daemon.config import AttachConfig, StoreConfig
+from strataflux.daemon.admission import Admission, ring_log2
+from strataflux.daemon.config import AttachConfig, StoreConfig, TenantConfig
 from strataflux.daemon.errors import Refusal
+from strataflux.daemon.quotas import Holder, Quotas
 from strataflux.proto import layout
-from strataflux.proto.messages import REFUSALS, Hello, StoreRef
+from strataflux.proto.messages import REFUSALS, Hello, KvGeometry, StoreRef
 from tests.unit.daemon.conftest import fake_store
 
 UID = 1_000_001
 PEER = Peer(1, UID, UID, frozenset({UID}))
-STORES = [fake_store(Path("/a"), weights="a", bits=3), fake_store(Path("/b"), weights="b", bits=4)]
+STORES = {0: fake_store(Path("/a"), weights="a", bits=3), 1: fake_store(Path("/b"), weights="b", bits=4)}
 
 
-def admission(**first: Any) -> Admission:
-    accesses = [StoreAccess(StoreConfig(Path("/a"), **first)), StoreAccess(StoreConfig(Path("/b")))]
-    return Admission(STORES, accesses, AttachConfig(), 1 << 20)
+KV = KvGeometry("kv_group", 128, 4, 64, 256, 8)
+
+
+def admission(*tenants: TenantConfig, **first: Any) -> Admission:
+    accesses = {0: StoreAccess(StoreConfig(Path("/a"), **first)), 1: StoreAccess(StoreConfig(Path("/b")))}
+    return Admission(STORES, accesses, AttachConfig(), 1 << 20, Quotas(tenants))
 
 
 def ref(index: int) -> StoreRef:
     return StoreRef(STORES[index].manifest.identity_digest, STORES[index].manifest.identity)
 
 
-def hello(*stores: StoreRef, selections: int = 10) -> Hello:
-    return Hello(layout.LAYOUT_VERSION, "t", list(stores), selections, 0)
+def hello(*stores: StoreRef, selections: int = 10, kv: KvGeometry | None = None) -> Hello:
+    return Hello(layout.LAYOUT_VERSION, "t", list(stores), selections, 0, kv)
 
 
 def refused(made: Admission, message: Hello, holders: tuple[Holder, ...] = ()) -> Refusal:
@@ -92,3 +96,37 @@ def test_another_user_waits_for_a_store_that_is_not_shared() -> None:
     made = admission(share="uid")
     assert refused(made, hello(ref(0)), (Holder(5, (0,)),)).code == "denied"
     assert made.admit(hello(ref(0)), PEER, [Holder(5, (1,)), Holder(UID, (0,))]).stores == (0,)
+
+
+def test_whoever_is_in_a_tenant_has_its_name_and_others_none() -> None:
+    made = admission(TenantConfig("first", gids=(UID,)), TenantConfig("second", uids=(UID,)))
+    assert made.admit(hello(ref(0)), PEER, []).tenant == "first"
+    assert made.admit(hello(ref(0)), Peer(1, 7, 7, frozenset({7})), []).tenant == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "kv", "setting", "limit"),
+    [
+        ({"max_sessions": 2}, None, "tenant.max_sessions", 2),
+        ({"kv_sessions": 1}, KV, "tenant.kv_sessions", 1),
+        ({"max_sessions": 0}, None, "tenant.max_sessions", 0),
+    ],
+)
+def test_a_tenant_that_holds_what_it_may_is_refused_by_its_setting(
+    settings: dict[str, Any], kv: KvGeometry | None, setting: str, limit: int
+) -> None:
+    made = admission(TenantConfig("first", uids=(UID,), **settings))
+    mine = Holder(UID, (1,), "first", kv=kv is not None)
+    strangers = [Holder(UID + n, (1,), "second", kv=True) for n in range(9)]
+    if limit:
+        assert made.admit(hello(ref(0), kv=kv), PEER, [*strangers, *[mine] * (limit - 1)])
+    refusal = refused(made, hello(ref(0), kv=kv), (*strangers, *[mine] * limit))
+    assert refusal.code == "quota"
+    assert setting in refusal.expected
+    assert refusal.found == str(limit)
+
+
+def test_sessions_without_kv_are_not_bounded_by_those_with() -> None:
+    made = admission(TenantConfig("first", uids=(UID,), kv_sessions=0))
+    assert made.admit(hello(ref(0)), PEER, []).kv is None
+    assert refused(made, hello(ref(0), kv=KV)).code == "quota"

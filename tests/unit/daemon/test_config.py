@@ -202,6 +202,7 @@ def test_the_example_shows_every_key_and_changes_nothing(tmp_path: Path) -> None
     assert config.stores
     assert config.runtime_dir is not None
     shown = "\n".join(lines)
-    wanted = {name.rsplit(".")[-1] for name in keys_of(config)} | {f.name for f in fields(config.stores[0])}
-    for name in wanted - {"stores"}:
+    tables = (config.stores[0], config.tenants[0])
+    wanted = {name.rsplit(".")[-1] for name in keys_of(config)} | {f.name for table in tables for f in fields(table)}
+    for name in wanted - {"stores", "tenants"}:
         assert f"\n{name} = " in shown, name

@@ -17,12 +17,15 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from strataflux.daemon.catalog import Catalog
 from strataflux.daemon.config import Config, StoreConfig
-from strataflux.daemon.control import ERROR_METADATA, SERVICE_NAME, ControlPlane, Service
+from strataflux.daemon.control import SERVICE_NAME, ControlPlane, Service
 from strataflux.daemon.front import ControlFront
 from strataflux.daemon.health import Health
+from strataflux.daemon.rpc_errors import ERROR_METADATA
+from strataflux.daemon.served import Served
 from strataflux.proto import control_pb2, control_pb2_grpc
-from tests.unit.daemon.conftest import Bench, until
+from tests.unit.daemon.conftest import Bench, FakeStore, until
 
 NOBODY = 65_534
 
@@ -54,7 +57,9 @@ async def plane(bench: Bench, tmp_path: Path) -> AsyncIterator[Plane]:
         return len(drains) == 1
 
     config = Config(stores=(StoreConfig(bench.stores[0].manifest.folder),))
-    service = Service("1.2.3", lambda: config, bench.reader, bench.stores, bench.server, health, begin_drain)
+    catalog = Catalog[FakeStore](lambda _: [], None)
+    catalog.served = {0: Served(bench.stores[0], config.stores[0])}
+    service = Service("1.2.3", lambda: config, bench.reader, catalog, bench.server, health, begin_drain)
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     control = ControlPlane(service, private)

@@ -44,6 +44,6 @@ async def test_no_counter_moves_in_an_idle_minute(tmp_path: Path, engine: str) -
         assert counted(collector) == before
     finally:
         reader.stop()
-    assert before["strataflux_fills_total", ()] == 64
+    assert before["strataflux_fills_total", (("cause", "ahead"), ("kind", "weight"))] == 64
     assert before["strataflux_ssd_read_seconds_count", ()] == before["strataflux_ssd_reads_total", ()] > 0
     assert before["strataflux_io_depth_count", ()] == before["strataflux_ssd_reads_total", ()]

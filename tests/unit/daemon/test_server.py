@@ -227,7 +227,7 @@ async def test_a_reload_takes_what_may_change_and_tells_its_manager(
     monkeypatch.setattr("strataflux.daemon.server.configure_logging", lambda config: None)
     path, hear = manager
     life = Life(tmp_path, {"NOTIFY_SOCKET": path})
-    monkeypatch.setattr("strataflux.daemon.server.open_store", lambda folder, digest: life.stores[0].manifest)
+    monkeypatch.setattr("strataflux.daemon.catalog.open_store", lambda folder, digest: life.stores[0].manifest)
     task = await life.run()
     assert (await hear()).startswith(b"READY=1")
     assert (await hear()).startswith(b"STATUS=")
@@ -266,7 +266,7 @@ async def test_a_new_generation_is_taken_and_its_sessions_attach_again(
     monkeypatch.setattr("strataflux.daemon.server.configure_logging", lambda config: None)
     life = Life(tmp_path)
     newer = replace(life.stores[0].manifest, generation=2)
-    monkeypatch.setattr("strataflux.daemon.server.open_store", lambda folder, digest: newer)
+    monkeypatch.setattr("strataflux.daemon.catalog.open_store", lambda folder, digest: newer)
     task = await life.run()
     client = await attach(life)
     life.stores = [FakeStore(newer)]

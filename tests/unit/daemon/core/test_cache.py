@@ -10,6 +10,7 @@ import pytest
 
 from strataflux.cache_policy import budget
 from strataflux.daemon import cache
+from strataflux.daemon.rows import EVICTED_PRESSURE
 from strataflux.daemon.state import ABSENT, FILLING, FREE, NONE, RETIRED, VALID
 from strataflux.proto import layout
 from tests.fakes.core_rig import PAGE, Client, Rig, make_store
@@ -138,7 +139,7 @@ def evict_ahead(model: Model, random: np.random.Generator) -> None:
 def take_page(model: Model, random: np.random.Generator) -> None:
     page = int(random.integers(PAGES))
     if budget.release(model.rig.core.pages, page):
-        cache.drain_page(model.rig.core, page)
+        cache.drain_page(model.rig.core, page, EVICTED_PRESSURE)
         model.follow_retired()
 
 

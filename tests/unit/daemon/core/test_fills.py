@@ -7,6 +7,7 @@ import pytest
 
 from strataflux.cache_policy import budget
 from strataflux.daemon import cache
+from strataflux.daemon.rows import EVICTED_PRESSURE
 from strataflux.daemon.state import FILLING, VALID
 from strataflux.proto import layout
 from tests.fakes.board_worker import FLIPPED, SHORT, Fault, always, covering, in_turn
@@ -30,7 +31,7 @@ def test_right_read_is_published(disk: Disk) -> None:
     disk.fill(3, 40)
     disk.check_served(3, 40)
     assert disk.count("fills", "reads", "read_bytes", "io_errors", "corrupt") == (2, 2, 2 * STRIDE, 0, 0)
-    assert sum(disk.rig.core.fill_us) == 2
+    assert disk.rig.core.fill_us.sum() == 2
 
 
 def test_neighbours_are_read_at_once(disk: Disk) -> None:
@@ -189,7 +190,7 @@ def test_page_taken_away_meanwhile_gets_no_record(disk: Disk) -> None:
     entry = next(e for e, slot in enumerate(disk.rig.core.slots) if slot["state"] == FILLING)
     page = entry // layout.UNITS_PER_PAGE
     assert budget.release(disk.rig.core.pages, page)
-    cache.drain_page(disk.rig.core, page)
+    cache.drain_page(disk.rig.core, page, EVICTED_PRESSURE)
     disk.settle()
     assert disk.rig.entry(5) == layout.ENTRY_ABSENT
     assert disk.count("fills", "page_moves") == (0, 1)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from strataflux.daemon import cache, grace
+from strataflux.daemon.rows import EVICTED_CAPACITY
 from strataflux.daemon.state import FREE, MAX_BATCHES, RETIRED
 from strataflux.proto import layout
 from tests.fakes.core_rig import Client, Disk, Rig, make_store
@@ -26,7 +27,7 @@ def retired(rig: Rig, *oids: int) -> list[int]:
     for oid in oids:
         entries.append(int(cache.begin_fill(rig.core, 0, 0, oid)))
         cache.publish(rig.core, entries[-1])
-        cache.retire(rig.core, entries[-1])
+        cache.retire(rig.core, entries[-1], EVICTED_CAPACITY)
         assert rig.entry(oid) == layout.ENTRY_ABSENT
     return entries
 

@@ -259,7 +259,7 @@ def test_one_place_is_one_session(reader: ReaderThread, kv: Kv) -> None:
 def test_geometries_that_cannot_be_held_are_refused(reader: ReaderThread) -> None:
     for geometry, word in (
         (KvGeometry("kv_group", 128, 4, 32 * 4096, 256, 4), "write buffers"),
-        (KvGeometry("kv_group", 128, 4, 32, 16 * 1024, 4), "record_bytes"),
+        (KvGeometry("kv_group", 128, 16, 8, 32 * 1024, 4), "record_bytes"),
         (KvGeometry("kv_group", 128, 4, 32 * 6, 200, 1 << 20), "max_blocks"),
     ):
         with pytest.raises(Refusal, match=word):

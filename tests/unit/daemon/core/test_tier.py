@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from strataflux.cache_policy import budget
+from strataflux.daemon import tables
 from strataflux.daemon import tier as module
 from strataflux.daemon.store import open_served
 from strataflux.daemon.tier import Tier
@@ -27,7 +28,7 @@ def make_tier(tmp_path: Path) -> Iterator[MakeTier]:
 
         def make(domains: tuple[int, ...] = (0,), pages: int = 4, records: int = 500) -> Tier:
             stores = [
-                open_served(make_store(tmp_path / str(n), [(records, 1000)], str(n)), direct_io="off", domain=domain)
+                open_served(make_store(tmp_path / str(n), [(records, 1000)], str(n)), direct_io="off", rule=domain)
                 for n, domain in enumerate(domains)
             ]
             tier = Tier(stores, pages * PAGE, 8, 2.0)
@@ -137,7 +138,8 @@ def test_session_without_memory_leaves_nothing_behind(
         made.append(create(name, size, reserve=reserve))
         return made[-1]
 
-    monkeypatch.setattr(module, "create", scarce)
+    for makes in (module, tables):
+        monkeypatch.setattr(makes, "create", scarce)
     with pytest.raises(SegmentError):
         tier.open_session(request())
     assert open_descriptors() == before
@@ -157,7 +159,8 @@ def test_tier_without_memory_leaves_nothing_open(tmp_path: Path, monkeypatch: py
         made.append(create(name, size, reserve=reserve))
         return made[-1]
 
-    monkeypatch.setattr(module, "create", scarce)
+    for makes in (module, tables):
+        monkeypatch.setattr(makes, "create", scarce)
     with pytest.raises(SegmentError):
         Tier([store], PAGE, 8, 2.0)
     assert open_descriptors() == before

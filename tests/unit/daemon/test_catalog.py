@@ -1,0 +1,211 @@
+"""Changes of what is served: all or nothing, sessions told, and remembered where it was an administrator who asked."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from strataflux.daemon.admission import Admission
+from strataflux.daemon.catalog import Catalog
+from strataflux.daemon.config import AttachConfig, Config, StoreConfig
+from strataflux.daemon.errors import AlreadyServed, NotServed, Refusal
+from strataflux.daemon.served import accesses_of
+from strataflux.daemon.store_folder import StoreFolder
+from strataflux.proto.errors import StoreMissing
+from strataflux.proto.messages import Reattach, Refuse, StoreRef, Welcome
+from tests.unit.daemon.conftest import CACHE_BYTES, Bench, FakeStore, fake_store
+
+
+class Kit:
+    """A catalogue over a real attach server. ``disk`` is what a folder holds, by its path."""
+
+    def __init__(self, bench: Bench, tmp_path: Path) -> None:
+        self.bench = bench
+        self.folder = StoreFolder(tmp_path / "imports", 0)
+        self.folder.path.mkdir()
+        first = bench.stores[0]
+        self.disk = {first.manifest.folder: first}
+        self.config = Config(stores=(StoreConfig(first.manifest.folder),))
+        self.catalog = Catalog[FakeStore](self._open, self.folder)
+        self.changes: list[list[int]] = []
+
+    def _open(self, config: Config) -> list[FakeStore]:
+        try:
+            return [self.disk[settings.path] for settings in config.stores]
+        except KeyError as error:
+            raise StoreMissing(error.args[0], "nothing", "a store", "prepare one") from error
+
+    def begin(self) -> None:
+        self.catalog.open_all(self.config)
+        self.catalog.begin(self.bench.reader, self.bench.server, lambda: self.config, self._changed)
+
+    def _changed(self) -> None:
+        served = self.catalog.served
+        self.changes.append(sorted(served))
+        stores = {index: entry.store for index, entry in served.items()}
+        self.bench.server.admission = Admission(stores, accesses_of(served), AttachConfig(), CACHE_BYTES)
+
+    def make(self, name: str) -> StoreConfig:
+        path = self.folder.path / name
+        self.disk[path] = fake_store(path, weights=name)
+        return StoreConfig(path)
+
+    def names(self) -> list[str]:
+        return sorted(entry.config.path.name for entry in self.catalog.served.values())
+
+
+@pytest.fixture
+def kit(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kit:
+    kit = Kit(bench, tmp_path)
+    kit.begin()
+    monkeypatch.setattr("strataflux.daemon.catalog.open_store", lambda folder, digest: kit.disk[folder].manifest)
+    return kit
+
+
+async def test_what_is_added_can_be_attached_and_is_remembered(kit: Kit) -> None:
+    settings = replace(kit.make("b"), share="uid")
+    digest = await kit.catalog.add(settings, added=True)
+    assert digest == kit.disk[settings.path].manifest.identity_digest
+    ref = StoreRef(digest, kit.disk[settings.path].manifest.identity)
+    assert isinstance(await kit.bench.client().ask(kit.bench.hello(stores=[ref])), Welcome)
+    again = Catalog[FakeStore](kit._open, kit.folder)
+    again.open_all(kit.config)
+    assert [(entry.config, entry.added) for entry in again.served.values()][1] == (settings, True)
+
+
+async def test_a_store_is_served_once(kit: Kit) -> None:
+    await kit.catalog.add(kit.make("b"), added=True)
+    twin = kit.folder.path / "twin"
+    kit.disk[twin] = replace(kit.disk[kit.folder.path / "b"])
+    with pytest.raises(AlreadyServed, match="twin"):
+        await kit.catalog.add(StoreConfig(twin), added=True)
+    assert kit.disk[twin].closed
+    assert kit.names() == ["b", "store"]
+
+
+async def test_what_the_reader_refuses_changes_nothing(kit: Kit) -> None:
+    kit.bench.reader.failure = Refusal("too_large", "records", "5", "4", "restart")
+    with pytest.raises(Refusal):
+        await kit.catalog.add(kit.make("b"), added=True)
+    assert (kit.changes, kit.names(), list(kit.folder.load_added())) == ([], ["store"], [])
+
+
+async def test_sessions_of_a_store_that_goes_are_told_and_newcomers_refused(kit: Kit) -> None:
+    bench = kit.bench
+    await kit.catalog.add(kit.make("b"), added=True)
+    staying, leaving = bench.client(), bench.client()
+    ref = StoreRef(kit.disk[kit.folder.path / "b"].manifest.identity_digest, {"weights": "b"})
+    assert isinstance(await staying.ask(bench.hello()), Welcome)
+    assert isinstance(await leaving.ask(bench.hello(stores=[ref])), Welcome)
+    assert await kit.catalog.remove(kit.catalog.find("b"), "it is old") == 1
+    heard = await leaving.hear()
+    assert isinstance(heard, Reattach)
+    assert heard.reason == "it is old"
+    assert bench.reader.calls[-1] == "remove(1)"
+    assert len(bench.reader.open) == 1
+    answer = await bench.client().ask(bench.hello(stores=[ref]))
+    assert isinstance(answer, Refuse)
+    assert answer.code == "identity"
+    assert list(kit.folder.load_added()) == []
+
+
+async def test_a_session_in_the_making_is_waited_for(kit: Kit) -> None:
+    """It was admitted before the store went: the reader may not let go of the store under it."""
+    bench = kit.bench
+    bench.reader.gate.clear()
+    client = bench.client()
+    client.say(bench.hello())
+    async with asyncio.timeout(60):
+        while not bench.server.holds(0):
+            await asyncio.sleep(0)
+    removing = asyncio.create_task(kit.catalog.remove(0, "gone"))
+    while kit.catalog.served:
+        await asyncio.sleep(0)
+    assert "remove(0)" not in bench.reader.calls
+    bench.reader.gate.set()
+    assert await removing == 1
+    assert isinstance(await client.hear(), Welcome)
+    assert isinstance(await client.hear(), Reattach)
+    assert bench.reader.calls[-1] == "remove(0)"
+
+
+async def test_a_configuration_is_followed(kit: Kit) -> None:
+    b, c = kit.make("b"), kit.make("c")
+    await kit.catalog.add(kit.make("added"), added=True)
+    await kit.catalog.add_all([b, c, *kit.config.stores])
+    assert await kit.catalog.follow([b, c, *kit.config.stores]) == []
+    assert kit.names() == ["added", "b", "c", "store"]
+    kit.disk[b.path] = replace(kit.disk[b.path], manifest=replace(kit.disk[b.path].manifest, generation=2))
+    waiting = await kit.catalog.follow([replace(b, share="uid")])
+    assert waiting == [f"settings of {b.path}"]
+    assert kit.names() == ["added", "b"]
+    assert "replace(2)" in kit.bench.reader.calls
+    assert [path.path.name for path in kit.folder.load_added()] == ["added"]
+
+
+async def test_a_configuration_with_a_store_that_is_not_there_changes_nothing(kit: Kit) -> None:
+    with pytest.raises(StoreMissing):
+        await kit.catalog.add_all([kit.make("b"), StoreConfig(kit.folder.path / "missing")])
+    assert kit.names() == ["store"]
+    assert kit.bench.reader.calls[-1] == "remove(1)"
+
+
+async def test_one_store_that_is_damaged_keeps_no_other_from_its_new_generation(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = kit.make("b")
+    await kit.catalog.add_all([b])
+
+    def look(folder: Path, digest: str) -> object:
+        if folder != b.path:
+            raise StoreMissing(folder, "nothing", "a store", "put it back")
+        return replace(kit.disk[b.path].manifest, generation=2)
+
+    monkeypatch.setattr("strataflux.daemon.catalog.open_store", look)
+    with pytest.raises(StoreMissing):
+        await kit.catalog.follow([*kit.config.stores, b])
+    assert "replace(1)" in kit.bench.reader.calls
+    assert kit.names() == ["b", "store"]
+
+
+def test_an_added_store_that_is_damaged_does_not_stop_the_start(kit: Kit, caplog: pytest.LogCaptureFixture) -> None:
+    kit.folder.save_added([kit.make("b"), StoreConfig(kit.folder.path / "lost")])
+    again = Catalog[FakeStore](kit._open, kit.folder)
+    assert len(again.open_all(kit.config)) == 2
+    assert list(again.absent) == ["lost"]
+    assert "cannot be served" in caplog.text
+
+
+@pytest.mark.parametrize("name", [lambda d: d, lambda d: d[:6], lambda d: "store"])
+def test_stores_are_found_by_digest_and_by_name(kit: Kit, name: Callable[[str], str]) -> None:
+    assert kit.catalog.find(name(kit.bench.stores[0].manifest.identity_digest)) == 0
+
+
+@pytest.mark.parametrize("name", ["", "nothing", "/store"])
+def test_stores_that_are_not_there(kit: Kit, name: str) -> None:
+    with pytest.raises(NotServed):
+        kit.catalog.find(name)
+
+
+async def test_one_change_at_a_time(kit: Kit) -> None:
+    """The second waits for the first, and finds what it left."""
+    go_on, waits = threading.Event(), threading.Event()
+    add = kit.bench.reader.add_store
+
+    def slowly(fresh: FakeStore) -> int:
+        waits.set()
+        assert go_on.wait(60)
+        return add(fresh)
+
+    kit.bench.reader.add_store = slowly  # type: ignore[method-assign]
+    settings = kit.make("b")
+    first = asyncio.create_task(kit.catalog.add(settings, added=True))
+    second = asyncio.create_task(kit.catalog.add(settings, added=True))
+    assert await asyncio.to_thread(waits.wait, 60)
+    go_on.set()
+    await first
+    with pytest.raises(AlreadyServed):
+        await second
