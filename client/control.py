@@ -1,19 +1,27 @@
-"""Ask a daemon for its state and its numbers, over its control socket."""
+"""Ask a daemon for its state and its numbers, and administer it, over its control socket.
 
-from collections.abc import Callable
+Each call has a deadline a little beyond the daemon's own bound for it, so that of the two the daemon explains itself.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 import grpc
 
-from strataflux.client.errors import DaemonUnavailableError
+from strataflux.client.errors import DaemonUnavailableError, RefusedError
 from strataflux.proto import control_pb2, control_pb2_grpc
 from strataflux.proto.runtime import CONTROL_SOCKET
+from strataflux.proto.store_format import MANIFEST_FILE, StoreManifest
 
 __all__ = ["Control"]
 
-_CALL_SECONDS: Final = 30.0
+_CALL_SECONDS: Final = 15.0
+_CHANGE_SECONDS: Final = 305.0
+_IMPORT_SECONDS: Final = 86_405.0
+_ERROR_METADATA: Final = "strataflux-error-bin"
+_CHUNK_BYTES: Final = 512 * 1024
 
 
 class Control:
@@ -44,15 +52,53 @@ class Control:
         """The sessions that live."""
         return list(self._ask(self._stub.ListSessions, control_pb2.ListSessionsRequest()).sessions)
 
-    def _ask(self, method: Callable[..., Any], request: object) -> Any:
+    def add_store(self, name: str, settings: control_pb2.StoreSettings) -> str:
+        """Have a store of the daemon's folder of imports served, now and after a restart; its digest.
+
+        Raises:
+            RefusedError: it said why not. DaemonUnavailableError: nobody answers.
+        """
+        request = control_pb2.AddStoreRequest(name=name, settings=settings)
+        return str(self._ask(self._stub.AddStore, request, _CHANGE_SECONDS).digest)
+
+    def remove_store(self, store: str, delete_files: bool = False) -> control_pb2.RemoveStoreResponse:
+        """Have a store served no more, by its digest, the beginning of it, or its folder's name. Raises as above."""
+        request = control_pb2.RemoveStoreRequest(store=store, delete_files=delete_files)
+        answer: control_pb2.RemoveStoreResponse = self._ask(self._stub.RemoveStore, request, _CHANGE_SECONDS)
+        return answer
+
+    def import_store(
+        self,
+        source: StoreManifest,
+        name: str,
+        settings: control_pb2.StoreSettings,
+        advance: Callable[[int], object],
+    ) -> control_pb2.ImportStoreResponse:
+        """Send a store to the daemon, which verifies and serves it. Raises as add_store.
+
+        Args:
+            source: the store, as it lies where this process can read it.
+            name: of its folder at the daemon's.
+            settings: who may use it, and how.
+            advance: told how many bytes were sent.
+        """
+        parts = _parts(source, name, settings, advance)
+        answer: control_pb2.ImportStoreResponse = self._ask(self._stub.ImportStore, parts, _IMPORT_SECONDS)
+        return answer
+
+    def _ask(self, method: Callable[..., Any], request: object, seconds: float = _CALL_SECONDS) -> Any:
         """Call ``method``.
 
         Raises:
-            DaemonUnavailableError: nobody answers.
+            RefusedError: the daemon said no, and why. DaemonUnavailableError: nobody answers, or not in time.
         """
         try:
-            return method(request, timeout=_CALL_SECONDS)
+            return method(request, timeout=seconds)
         except grpc.RpcError as error:
+            known: dict[str, Any] = dict(error.trailing_metadata() or ())  # type: ignore[arg-type]
+            if (raw := known.get(_ERROR_METADATA)) is not None:
+                detail = control_pb2.ErrorDetail.FromString(raw)
+                raise RefusedError(detail.subject, detail.found, detail.expected, detail.remedy) from error
             found = f"{error.code().name}: {error.details()}"
             raise DaemonUnavailableError(
                 self._path, found, "a stratafluxd that answers", "run strataflux doctor, or see the log of the service"
@@ -69,3 +115,25 @@ class Control:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _parts(
+    source: StoreManifest, name: str, settings: control_pb2.StoreSettings, advance: Callable[[int], object]
+) -> Iterator[control_pb2.ImportStoreRequest]:
+    """A store as the messages of an import."""
+    files = (source.folder / MANIFEST_FILE, source.checksums_path, source.records_path)
+    sizes = [path.stat().st_size for path in files]
+    begin = control_pb2.ImportBegin(
+        name=name, settings=settings, manifest_bytes=sizes[0], checksums_bytes=sizes[1], records_bytes=sizes[2]
+    )
+    yield control_pb2.ImportStoreRequest(begin=begin)
+    for data in _chunks(files):
+        yield control_pb2.ImportStoreRequest(data=data)
+        advance(len(data))
+
+
+def _chunks(files: Iterable[Path]) -> Iterator[bytes]:
+    for path in files:
+        with path.open("rb") as file:
+            while data := file.read(_CHUNK_BYTES):
+                yield data

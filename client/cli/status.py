@@ -35,6 +35,11 @@ def status(runtime_dir: RuntimeDirOption = None, as_json: JsonOption = False) ->
         output.print(
             f"  {cache.kind} cache: {cache.valid_bytes / 2**20:.1f} of {cache.capacity_bytes / 2**20:.1f} MiB in use"
         )
+    for tenant in stats.tenants:
+        output.print(
+            f"  tenant {tenant.tenant}: {tenant.fills:,} fills, {tenant.dropped:,} requests dropped, "
+            f"{tenant.kv_bytes / 2**20:.1f} MiB of KV on disk"
+        )
     lookups, fills = stats.lookups, stats.fills
     asked, hits = lookups.weight_lookups + lookups.kv_lookups, lookups.weight_hits + lookups.kv_hits
     output.print(f"  look-ups: {asked:,}, of them hits {_share(hits, asked)}")
@@ -73,13 +78,15 @@ def sessions(runtime_dir: RuntimeDirOption = None, as_json: JsonOption = False) 
     with _control(runtime_dir) as control:
         found = control.sessions()
     table = Table(box=None, pad_edge=False)
-    for heading in ("session", "client", "uid", "pid", "steps", "look-ups", "hit rate", "dropped", "fenced"):
-        table.add_column(heading, justify="left" if heading in ("session", "client") else "right")
+    headings = ("session", "client", "tenant", "uid", "pid", "steps", "look-ups", "hit rate", "dropped", "fenced")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in headings[:3] else "right")
     for session in found:
         row = session.stats
         table.add_row(
             f"{session.session:x}",
             session.client,
+            session.tenant or "-",
             str(session.uid),
             str(session.pid),
             f"{row.steps:,}",
