@@ -46,6 +46,7 @@ def _gate(
     if LATE:
         first += tl.load(late + i, mask=inside, other=0.0)
         second += tl.load(late + width + i, mask=inside, other=0.0)
+        tl.debug_barrier()  # which thread loads a number is not always which one clears it
         tl.store(late + i, tl.zeros_like(first), mask=inside)
         tl.store(late + width + i, tl.zeros_like(first), mask=inside)
     value = first / (1.0 + tl.exp(-first)) * second

@@ -55,6 +55,7 @@ def _add_norm(
         state += tl.load(added + i, mask=inside, other=0.0).to(tl.float32)
     if LATE:
         state += tl.load(late + i, mask=inside, other=0.0)
+        tl.debug_barrier()  # which thread loads a number is not always which one clears it
         tl.store(late + i, tl.zeros_like(state), mask=inside)
     if KEEP:
         tl.store(after + i, state, mask=inside)
