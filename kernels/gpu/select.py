@@ -119,7 +119,9 @@ def _request(
     log2 = tl.load(block + cells.RING_LOG2)
     fits = asked & (position < limit)
     lap = 1 + (position >> log2) % _LAPS
-    entry = (lap << _LAP_SHIFT) | (score.to(tl.int64) << _SCORE_SHIFT) | (table.to(tl.int64) << _TABLE_SHIFT) | oid
+    entry = (
+        (lap << _LAP_SHIFT) | (score.to(tl.int64) << _SCORE_SHIFT) | (tl.cast(table, tl.int64) << _TABLE_SHIFT) | oid
+    )
     cell = tl.load(block + cells.RING) + (position & ((1 << log2) - 1)) * 8
     # SYNC: ring-entry (publish). One 8-byte store: a request announces no bytes, only itself.
     tl.store(cell.to(tl.pointer_type(tl.int64)), entry, mask=fits, cache_modifier=".wt")
