@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
 
@@ -169,6 +170,23 @@ def counts() -> torch.Tensor:
         sampler.choose(logits, token)
         drawn[int(token)] += 1
     return drawn
+
+
+class NothingReadByTheHost(TorchDispatchMode):
+    """Refuses what would end the capture of a graph: a number that the host waits for."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_host_waits_for_no_number_while_a_token_is_chosen(temperature: float) -> None:
+    sampler = Sampler(Sampling(temperature, 0.8, 3), CPU)
+    logits, token = torch.tensor([1.0, 4.0, 3.0, -2.0]), torch.zeros(1, dtype=torch.int64)
+    with NothingReadByTheHost():
+        sampler.choose(logits, token)
+    assert int(token) in (1, 2)
 
 
 def test_tokens_are_drawn_as_often_as_they_are_probable(counts: torch.Tensor) -> None:
