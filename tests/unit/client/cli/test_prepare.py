@@ -204,8 +204,8 @@ def test_schemes_and_ladders_that_do_not_exist(
 def test_an_interrupted_command_is_taken_up_again_unless_told_to_restart(
     tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("prepare", tiny_gguf, tmp_path / "out", "--base", "awq", "--calibration", prose, "--json")
-    words = (*words, "--calibration-tokens", 2048)
+    text = ("--calibration", prose, "--calibration-tokens", 2048)
+    words = ("prepare", tiny_gguf, tmp_path / "out", "--base", "awq", *text, "--json")
     work = tmp_path / ".out.work" / "base" / "0.safetensors"
     made: list[int] = []
 
