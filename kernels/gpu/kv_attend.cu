@@ -1,0 +1,280 @@
+// Attention of new tokens to a low-bit KV cache; kv_attend.py gives the formula and every operand.
+//
+// A block shares a part of the units of one KV head among its warps: pieces of 16 tokens in float16, then tiles of 128
+// tokens in low bits. Copies of a warp's next tile run while it works on this one. Warps of a block are merged here,
+// blocks by the kernel that comes after.
+
+#include "kv_tiles.cuh"
+
+const int WARPS = 4, PIECE = 16;
+
+struct Exact {  // [batch, kv_heads, 128, D] float16
+  u16 *sink_keys, *sink_values, *tail_keys, *tail_values;
+};
+struct Result {  // pieces a head: blocks here, the rest is for whoever refines
+  float *queries, *parts, *tops, *totals;
+  float *sums, *tile_tops;  // [batch, heads, tiles · groups] and [batch, heads, tiles], relative to 2^tile_tops
+};
+
+// A head of D channels, channel lane + 32i in x[i], turned by the normalised Hadamard matrix.
+template <int D>
+__device__ __forceinline__ void turn(float (&x)[D / 32], int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2)
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) {
+      const float other = __shfl_xor_sync(EVERY, x[i], step);
+      x[i] = lane & step ? other - x[i] : x[i] + other;
+    }
+#pragma unroll
+  for (int step = 1; step < D / 32; step *= 2)
+#pragma unroll
+    for (int i = 0; i < D / 32; i++)
+      if (!(i & step)) {
+        const float low = x[i], high = x[i + step];
+        x[i] = low + high, x[i + step] = low - high;
+      }
+#pragma unroll
+  for (int i = 0; i < D / 32; i++) x[i] *= D == 128 ? 0.08838834764831845f : 0.125f;
+}
+
+// Queries of one KV head, turned and scaled for powers of two: as they are for later kernels, and for this one in
+// shared memory below 1, with what undoes that in `units`. Heads that there are not are zeros.
+template <int D, int HEADS, int SETS>
+__device__ __forceinline__ void take_queries(float* queries, float* units, const u16* from, float* keep, int warp, int lane) {
+  for (int head = warp; head < 4 * SETS; head += WARPS) {
+    float x[D / 32] = {}, most = 0;
+    if (head < HEADS) {
+#pragma unroll
+      for (int i = 0; i < D / 32; i++) x[i] = low_half(load_half(from + head * D + lane + 32 * i));
+      turn<D>(x, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) {
+      x[i] *= 1.4426950408889634f * (D == 128 ? 0.08838834764831845f : 0.125f);
+      if (keep && head < HEADS) keep[head * D + lane + 32 * i] = x[i];
+      most = fmaxf(most, fabsf(x[i]));
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(EVERY, most, step));
+    const int exponent = max((int)(__float_as_uint(most) >> 23) - 126, -100);
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) {
+      const int c = lane + 32 * i;
+      queries[head * D + spot(c & ~3) + (c & 3)] = x[i] * two_to(-exponent);
+    }
+    if (lane == 0) units[head] = two_to(exponent);
+  }
+}
+
+template <int D>
+__device__ __forceinline__ void store_turned(u16* to, const u16* from, int lane) {
+  float x[D / 32];
+#pragma unroll
+  for (int i = 0; i < D / 32; i++) x[i] = low_half(load_half(from + lane + 32 * i));
+  turn<D>(x, lane);
+#pragma unroll
+  for (int i = 0; i < D / 32; i++) to[lane + 32 * i] = (u16)halves(x[i], 0);
+}
+
+// This lane's channels D/8 · g … of a token in float16.
+template <int D>
+__device__ __forceinline__ void load_channels(float (&to)[D / 8], const u16* row) {
+#pragma unroll
+  for (int i = 0; i < D / 64; i++) {
+    const uint4 v = load_exact(row + 8 * i);
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) to[8 * i + 2 * j] = low_half(words[j]), to[8 * i + 2 * j + 1] = high_half(words[j]);
+  }
+}
+
+// Up to 16 tokens in float16.
+template <int D, int SETS>
+__device__ __forceinline__ void attend_piece(State<D, SETS>& state, const u16* keys, const u16* values, int count,
+                                             const float* queries, const float* units, int g, int q) {
+  const int first = D / 8 * g;
+  float logits[SETS][PIECE][1];
+#pragma unroll
+  for (int t = 0; t < PIECE; t++) {
+    float key[D / 8];
+    load_channels<D>(key, keys + min(t, count - 1) * D + first);
+#pragma unroll
+    for (int set = 0; set < SETS; set++) {
+      const float* query = queries + (q + 4 * set) * D;
+      float sum = 0;
+#pragma unroll
+      for (int c = 0; c < D / 8; c += 4) {
+        const float4 x = *(const float4*)(query + spot(first + c));
+        sum += x.x * key[c] + x.y * key[c + 1] + x.z * key[c + 2] + x.w * key[c + 3];
+      }
+      logits[set][t][0] = t < count ? sum_over_rows(sum) * units[q + 4 * set] : NONE;
+    }
+  }
+  weigh<D>(state, logits, false, g == 0);
+#pragma unroll
+  for (int t = 0; t < PIECE; t++) {
+    float value[D / 8];
+    load_channels<D>(value, values + min(t, count - 1) * D + first);
+#pragma unroll
+    for (int set = 0; set < SETS; set++)
+#pragma unroll
+      for (int c = 0; c < D / 8; c++) state.out[set][c] += logits[set][t][0] * value[c];
+  }
+}
+
+// Weights of a tile's groups of TOKENS tokens, and the maximum they are relative to.
+template <int D, int HEADS, int TOKENS, int SETS>
+__device__ __forceinline__ void tell_groups(const State<D, SETS>& state, const float (&weights)[SETS][4][4],
+                                            const Result& to, size_t head0, int tiles, int tile, int g, int q) {
+  const int QUADS = TOKENS > 4 ? TOKENS / 4 : 1;
+#pragma unroll
+  for (int set = 0; set < SETS; set++) {
+    const int head = q + 4 * set;
+    float* sums = to.sums + ((head0 + head) * tiles + tile) * (TILE / TOKENS);
+#pragma unroll
+    for (int block = 0; block < 4; block++) {
+      const float* w = weights[set][block];
+      const int quad = 8 * block + g;
+      if (TOKENS == 2) {
+        if (head < HEADS) *(float2*)(sums + 2 * quad) = float2{w[0] + w[1], w[2] + w[3]};
+        continue;
+      }
+      float sum = (w[0] + w[1]) + (w[2] + w[3]);
+      if (TOKENS >= 8) sum += __shfl_xor_sync(EVERY, sum, 4);
+      if (TOKENS >= 16) sum += __shfl_xor_sync(EVERY, sum, 8);
+      if (head < HEADS && quad % QUADS == 0) sums[quad / QUADS] = sum;
+    }
+    if (head < HEADS && g == 0) to.tile_tops[(head0 + head) * tiles + tile] = state.most[set];
+  }
+}
+
+// Pieces in float16 of this warp, the newest token's after it was stored.
+template <int D, int SETS>
+__device__ __forceinline__ void attend_pieces(State<D, SETS>& state, const Exact& exact, const u16* new_key,
+                                              const u16* new_value, size_t of_head, int position, int unit, int stride,
+                                              const float* queries, const float* units, int lane) {
+  const int in_sink = min(position + 1, TILE), in_tail = position >= TILE ? position % TILE + 1 : 0;
+  const int of_sink = (in_sink + PIECE - 1) / PIECE, pieces = of_sink + (in_tail + PIECE - 1) / PIECE;
+  for (; unit < pieces; unit += stride) {
+    const bool sink = unit < of_sink;
+    const int start = PIECE * (sink ? unit : unit - of_sink), held = (sink ? in_sink : in_tail) - start;
+    u16* keys = (sink ? exact.sink_keys : exact.tail_keys) + (of_head * TILE + start) * D;
+    u16* values = (sink ? exact.sink_values : exact.tail_values) + (of_head * TILE + start) * D;
+    const int now = position % TILE - start;
+    if (sink == (position < TILE) && now >= 0 && now < PIECE) {
+      store_turned<D>(keys + now * D, new_key, lane);
+      store_turned<D>(values + now * D, new_value, lane);
+      __syncwarp();
+    }
+    attend_piece<D, SETS>(state, keys, values, min(held, PIECE), queries, units, lane / 4, lane % 4);
+  }
+}
+
+// The block's warps as one part; `memory` is free.
+template <int D, int HEADS, int SETS>
+__device__ __forceinline__ void merge_warps(State<D, SETS>& state, float* memory, const Result& to, size_t head0,
+                                            int pieces, int piece, int warp, int lane) {
+  __shared__ float most[WARPS][4 * SETS], total[WARPS][4 * SETS];
+  const int g = lane / 4, q = lane % 4;
+  __syncthreads();
+#pragma unroll
+  for (int set = 0; set < SETS; set++) {
+    const int head = q + 4 * set;
+    const float sum = sum_over_rows(state.total[set]);
+    if (g == 0) most[warp][head] = state.most[set], total[warp][head] = sum;
+    if (head >= HEADS) continue;
+#pragma unroll
+    for (int c = 0; c < D / 8; c++) memory[(warp * HEADS + head) * D + D / 8 * g + c] = state.out[set][c];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < HEADS * D; i += 32 * WARPS) {
+    const int head = i / D;
+    float top = NONE, sum = 0, out = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, most[w][head]);
+    if (top > NONE) {
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        const float keep = power(most[w][head] - top);
+        sum += keep * total[w][head];
+        out += keep * memory[w * HEADS * D + i];
+      }
+    }
+    const size_t at = (head0 + head) * pieces + piece;
+    to.parts[at * D + i % D] = out;
+    if (i % D == 0) to.tops[at] = top, to.totals[at] = sum;
+  }
+}
+
+// TOKENS: tokens of a group whose weights are told, 0 for none. Blocks: batch · kv_heads · splits.
+template <int D, int KEY_BITS, int VALUE_BITS, int HEADS, int TOKENS>
+__global__ void __launch_bounds__(32 * WARPS, HEADS > 4 ? 2 : 3)
+kv_attend(const u16* queries, const u16* new_keys, const u16* new_values, const int* positions, const u8* key_codes,
+          const u16* key_scale, const u16* key_zero, const u16* key_other, const u8* value_codes,
+          const u16* value_scale, const u16* value_zero, const u16* value_other, const int* table, u16* sink_keys,
+          u16* sink_values, u16* tail_keys, u16* tail_values, float* turned, float* parts, float* tops, float* totals,
+          float* sums, float* tile_tops, int kv_heads, int splits, int pieces, int most_tiles) {
+  const int SETS = HEADS > 4 ? 2 : 1;
+  typedef Staged<D, KEY_BITS, true> Keys;
+  typedef Staged<D, VALUE_BITS, false> Values;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int split = blockIdx.x % splits, of_head = blockIdx.x / splits, sequence = of_head / kv_heads;
+  const size_t head0 = (size_t)of_head * HEADS;
+  float* staged_queries = (float*)block_memory;
+  float* units = staged_queries + 4 * SETS * D;
+  u8* all = (u8*)(units + 4 * SETS);
+  u8 *keys = all + warp * (Keys::BYTES + Values::BYTES), *values = keys + Keys::BYTES;
+  const Half key_half = {key_codes, key_scale, key_zero, key_other};
+  const Half value_half = {value_codes, value_scale, value_zero, value_other};
+  const Result result = {turned, parts, tops, totals, sums, tile_tops};
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+
+  const int position = load_int(positions + sequence), tiles = max(0, position / TILE - 1);
+  const int in_tail = position >= TILE ? position % TILE + 1 : 0;
+  const int before = (min(position + 1, TILE) + PIECE - 1) / PIECE + (in_tail + PIECE - 1) / PIECE;
+  const int stride = splits * WARPS, unit = split * WARPS + warp;
+  // Pieces come first in the order of units, and a warp's first tile is under way while it attends to them.
+  int tile = unit < before ? unit + (before - unit + stride - 1) / stride * stride - before : unit - before;
+  const int* blocks = table + (size_t)sequence * most_tiles;
+  auto at = [&](int block) { return (long long)block * kv_heads + of_head % kv_heads; };
+  if (tile < tiles) {
+    const long long first = at(load_int(blocks + tile));
+    Keys::copy(keys, key_half, first, lane);
+    commit_copies();
+    Values::copy(values, value_half, first, lane);
+    commit_copies();
+  }
+  int next = tile + stride < tiles ? load_int(blocks + tile + stride) : 0;
+  take_queries<D, HEADS, SETS>(staged_queries, units, queries + head0 * D, split ? nullptr : turned + head0 * D, warp,
+                               lane);
+  __syncthreads();
+
+  State<D, SETS> state = {};
+#pragma unroll
+  for (int set = 0; set < SETS; set++) state.most[set] = NONE;
+  const Exact exact = {sink_keys, sink_values, tail_keys, tail_values};
+  attend_pieces<D, SETS>(state, exact, new_keys + (size_t)of_head * D, new_values + (size_t)of_head * D, of_head,
+                         position, unit, stride, staged_queries, units, lane);
+  for (; tile < tiles; tile += stride) {
+    const bool more = tile + stride < tiles;
+    float weights[SETS][4][4];
+    wait_for_copies();
+    __syncwarp();
+    key_logits<D, KEY_BITS, SETS>(weights, keys, staged_queries, units, g, q);
+    __syncwarp();
+    if (more) Keys::copy(keys, key_half, at(next), lane);
+    commit_copies();
+    weigh<D>(state, weights, true, true);
+    if (TOKENS) tell_groups<D, HEADS, TOKENS ? TOKENS : 4, SETS>(state, weights, result, head0, most_tiles, tile, g, q);
+    wait_for_copies();
+    __syncwarp();
+    mix_values<D, VALUE_BITS, SETS>(state, weights, values, g, q);
+    __syncwarp();
+    if (more) Values::copy(values, value_half, at(next), lane);
+    commit_copies();
+    if (tile + 2 * stride < tiles) next = load_int(blocks + tile + 2 * stride);
+  }
+  merge_warps<D, HEADS, SETS>(state, (float*)all, result, head0, pieces, split, warp, lane);
+}

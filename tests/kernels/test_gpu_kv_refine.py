@@ -1,0 +1,207 @@
+"""Selection and refinement of token groups: against the definition in float64, and through a directory."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
+
+from strataflux.client import attach_block as ab
+from strataflux.kernels.gpu.kv_attend import kv_attend
+from strataflux.kernels.gpu.kv_merge import kv_merge
+from strataflux.kernels.gpu.kv_refine import kv_refine
+from strataflux.kernels.gpu.kv_select import kv_select, select_reference
+from strataflux.kernels.gpu.kv_work import KvWork
+from strataflux.kernels.gpu.select import score_thresholds
+from strataflux.kernels.gpu.step import begin_step, end_step
+from strataflux.kernels.kv_encode import KvFormat
+from strataflux.kernels.select import SCORE_THRESHOLDS
+from strataflux.proto import layout
+from tests.fakes.gpu_side import Side
+from tests.fakes.kv_device import Case, attend_exactly, make_case
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+LAYERS, LAYER = 2, 1
+FORMS = [
+    (KvFormat(2, 2, 64, 4, 4, 2), 4),
+    (KvFormat(1, 3, 64, 1, 3, 8), 3),
+    (KvFormat(4, 1, 128, 2, 0, 16), 1),
+    (KvFormat(3, 2, 64, 0, 4, 4), 8),
+]
+
+
+def keys_at_or_above(work: KvWork, owner: int, groups: int) -> set[int]:
+    """What the floor of a KV head selects."""
+    bits = work.shares[owner, :groups].contiguous().view(torch.int32).long()
+    keys = (bits << 32) | (0x7FFFFFFF - torch.arange(groups, device=bits.device))
+    return set((keys >= work.floors[owner]).nonzero().flatten().tolist())
+
+
+def test_the_strongest_groups_are_selected(device: torch.device) -> None:
+    form = KvFormat(2, 2, 64, 4, 4, 2)
+    positions = (1290, 127, 384)
+    case = make_case(form, 2, 2, positions, 10, device)
+    work = KvWork(form, 3, 4, 2, 10, device, splits=2, refiners=3)
+    for fraction in (Fraction(1, 128), Fraction(1, 3), Fraction(1)):
+        kv_attend(case.queries, case.new_keys, case.new_values, case.positions, case.cache, work, path="triton")
+        kv_select(case.positions, work, fraction)
+        for index, tiles in enumerate((9, 0, 2)):
+            groups = tiles * 64
+            count = work.selected_groups(fraction, tiles)
+            exactly = attend_exactly(case, index).shares
+            for head in range(2):
+                found = keys_at_or_above(work, 2 * index + head, groups)
+                assert found == set(select_reference(exactly[head], count).tolist()), (fraction, index, head)
+        assert not work.bins.any()
+        assert not work.counts.any()
+
+
+def test_equal_shares_go_by_lower_number(device: torch.device) -> None:
+    form = KvFormat(1, 1, 64, 4, 4, 4)
+    work = KvWork(form, 1, 1, 1, 40, device, splits=1, refiners=1)
+    groups = 40 * 32
+    positions = torch.tensor([41 * 128], dtype=torch.int32, device=device)
+    work.tops.zero_()
+    work.totals.fill_(float(groups))
+    for shares in (torch.ones(groups), torch.ones(groups).index_fill_(0, torch.arange(7, groups, 100), 3.0)):
+        work.sums[0, 0] = shares
+        kv_select(positions, work, Fraction(1, 64))
+        assert keys_at_or_above(work, 0, groups) == set(select_reference(shares, groups // 64).tolist())
+
+
+def side_of(case: Case, missing: set[int], device: torch.device) -> tuple[Side, torch.Tensor, dict[int, int]]:
+    """An attachment whose KV table 1 holds the records of all blocks but those ``missing``; bases; slots by id."""
+    form, kv_heads = case.cache.form, case.cache.kv_heads
+    blocks, per = len(case.records), form.groups_per_tile
+    a_block = LAYERS * kv_heads * per
+    side = Side((blocks + 1) * a_block, device)
+    ab.set_table(side.host, 1, int(side.host[ab.TABLES + 4]), (blocks + 1) * a_block, kv=True)
+    side.block = side.copy_block()
+    bases = torch.arange(1, blocks + 1) * a_block  # the block's place is not its id
+    units = layout.slot_bytes(form.record_bytes) // layout.SLOT_UNIT_BYTES
+    slots = side.slots.reshape(-1, layout.SLOT_UNIT_BYTES * units)
+    where, at = {}, 0
+    for place in case.cache.table.flatten().tolist():
+        for head in range(kv_heads):
+            for group in range(per):
+                oid = int(bases[place]) + (LAYER * kv_heads + head) * per + group
+                if oid % 7 in missing or at == len(slots):
+                    side.words[oid] = layout.ENTRY_ABSENT
+                    continue
+                side.words[oid] = at * units + 1
+                slots[at, : form.record_bytes] = case.records[place, head, group].cpu().numpy()
+                where[oid] = at * units
+                at += 1
+    side.daemon["clock"] = 5
+    return side, bases.to(device), where
+
+
+@pytest.mark.parametrize("missing", [set(), {1, 4}])
+@pytest.mark.parametrize(("form", "group"), FORMS)
+def test_it_is_attention_with_refined_groups(
+    device: torch.device, form: KvFormat, group: int, missing: set[int]
+) -> None:
+    fraction = Fraction(1, 5)
+    case = make_case(form, 1, group, (400, 300), 3, device, seed=3)
+    side, bases, where = side_of(case, missing, device)
+    no_records = int(case.cache.table[0, 1])
+    if missing:
+        bases[no_records] = -1
+    work = KvWork(form, 2, group, 1, 3, device, splits=2, refiners=3)
+    begin_step(side.block)
+    kv_attend(case.queries, case.new_keys, case.new_values, case.positions, case.cache, work, path="triton")
+    kv_select(case.positions, work, fraction)
+    first = LAYER * form.groups_per_tile
+    kv_refine(case.positions, case.cache, work, side.block, score_thresholds(device), bases, 1, first)
+    out = torch.full_like(case.queries, torch.nan, dtype=torch.float32)
+    kv_merge(work, out)
+    end_step(side.block)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+    expected = Expected()
+    for index, tiles in enumerate((2, 1)):
+        expected.check(case, index, work.selected_groups(fraction, tiles), bases, where, out[index].double())
+    expected.check_session(side, missing)
+    side.close()
+
+
+class Expected:
+    """What a step should leave in the session's memory, gathered as outputs are checked."""
+
+    def __init__(self) -> None:
+        self.requested: set[tuple[int, int]] = set()
+        self.stamped: set[int] = set()
+        self.hits = self.wanted = 0
+
+    def check(
+        self, case: Case, index: int, count: int, bases: torch.Tensor, where: dict[int, int], out: torch.Tensor
+    ) -> None:
+        """Compare one sequence's output with attention to its refined groups."""
+        form = case.cache.form
+        plain = attend_exactly(case, index)
+        refined = torch.zeros_like(plain.shares, dtype=torch.bool)
+        for number in select_reference(plain.shares[0], count).tolist():
+            base = int(bases[case.cache.table[index, number // form.groups_per_tile]])
+            if base < 0:
+                continue
+            oid = base + LAYER * form.groups_per_tile + number % form.groups_per_tile
+            self.wanted += 1
+            if oid in where:
+                refined[0, number] = True
+                self.stamped.add(where[oid])
+            else:
+                share = np.float32(float(plain.shares[0, number]))
+                score = int(np.searchsorted(SCORE_THRESHOLDS, share, side="right"))
+                self.requested.add((max(score, 1), oid))
+        self.hits += int(refined.sum())
+        exactly = attend_exactly(case, index, refined).output
+        assert (out - exactly).norm() < 2e-5 * exactly.norm()
+        if refined.any():
+            assert (out - plain.output).norm() > 1e-3 * exactly.norm()
+
+    def check_session(self, side: Side, missing: set[int]) -> None:
+        """Compare requests, counters and stamps."""
+        assert self.hits or missing
+        tail = int(side.session["ring_tail"][0])
+        found = {((int(e) >> 48) & 255, int(e) & ((1 << 40) - 1)) for e in side.ring[:tail]}
+        assert tail == len(self.requested)
+        assert {oid for _, oid in found} == {oid for _, oid in self.requested}
+        assert all((int(e) >> 40) & 255 == 1 for e in side.ring[:tail])
+        # A share at a threshold's very edge may come out on its other side in float32.
+        assert len(found - self.requested) <= len(self.requested) // 10
+        assert int(side.session["kv_lookups"][0]) == self.wanted
+        assert int(side.session["kv_hits"][0]) == self.hits
+        assert set(np.flatnonzero(side.stamps == 5).tolist()) == self.stamped
+
+
+def test_a_fenced_session_refines_nothing(device: torch.device) -> None:
+    form = KvFormat(2, 2, 64, 4, 4, 4)
+    case = make_case(form, 1, 2, (400,), 3, device)
+    side, bases, _ = side_of(case, set(), device)
+    side.block[ab.ENABLED] = 0
+    work = KvWork(form, 1, 2, 1, 3, device, splits=1, refiners=2)
+    begin_step(side.block)
+    kv_attend(case.queries, case.new_keys, case.new_values, case.positions, case.cache, work, path="triton")
+    kv_select(case.positions, work, Fraction(1, 8))
+    kv_refine(case.positions, case.cache, work, side.block, score_thresholds(device), bases, 1, 32)
+    out = torch.zeros(2, 64, device=device)
+    kv_merge(work, out)
+    end_step(side.block)
+    assert (out.double() - attend_exactly(case, 0).output).norm() < 2e-5 * out.norm()
+    assert side.cell(ab.DROPPED) == work.selected_groups(Fraction(1, 8), 2)
+    assert not side.ring.any()
+    assert not side.stamps.any()
+    side.close()
+
+
+def test_what_cannot_be_selected_is_refused(device: torch.device) -> None:
+    form = KvFormat(2, 2, 64, 4, 4, 4)
+    positions = torch.zeros(1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="fraction of 0"):
+        kv_select(positions, KvWork(form, 1, 2, 1, 3, device, refiners=2), Fraction(0))
+    with pytest.raises(ValueError, match="0 refiners"):
+        kv_select(positions, KvWork(form, 1, 2, 1, 3, device), Fraction(1, 8))
