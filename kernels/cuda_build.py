@@ -10,6 +10,7 @@ A :class:`CudaFunction` belongs to the CUDA context it was loaded in; each devic
 
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -29,6 +30,7 @@ __all__ = [
     "device_capability",
     "has_fast_path",
     "load_function",
+    "multiprocessors",
 ]
 
 
@@ -55,6 +57,12 @@ def device_capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+@cache
+def multiprocessors(device: int) -> int:
+    """How many a device has; asked once a process."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def has_fast_path(x: torch.Tensor) -> bool:
     """Whether kernels in CUDA C++ run where ``x`` lies."""
     return x.is_cuda and cuda_available() and device_capability(x.get_device()) >= (8, 0)
@@ -75,7 +83,9 @@ class CudaFunction:
         early.value.programmaticStreamSerializationAllowed = 1
         self._early = early
 
-    def launch(self, blocks: int, threads: int, arguments: Sequence[np.generic], *, early: bool) -> None:
+    def launch(
+        self, blocks: int, threads: int, arguments: Sequence[np.generic], *, early: bool, shared_bytes: int = 0
+    ) -> None:
         """Queue one launch of a one-dimensional grid.
 
         Args:
@@ -84,6 +94,8 @@ class CudaFunction:
             arguments: NumPy scalars, each of exactly the parameter's type; pointers as uint64.
             early: let it start while the kernel before it still runs (it must wait before it reads that one's
                 results); devices before compute capability 9.0 do not have that.
+            shared_bytes: shared memory a block beyond what the function declares; more than 48 KiB only after
+                :meth:`allow_shared`.
 
         Raises:
             CudaError: the driver refused the launch.
@@ -91,6 +103,7 @@ class CudaFunction:
         from cuda.bindings import driver
 
         config = driver.CUlaunchConfig()
+        config.sharedMemBytes = shared_bytes
         config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.hStream = torch.cuda.current_stream().cuda_stream
@@ -100,6 +113,17 @@ class CudaFunction:
         values = [np.array([argument]) for argument in arguments]
         pointers = np.array([value.ctypes.data for value in values], np.uint64)
         _checked("cuLaunchKernelEx", driver.cuLaunchKernelEx(config, self._function, pointers.ctypes.data, 0))
+
+    def allow_shared(self, size: int) -> None:
+        """Let launches ask for up to ``size`` bytes of shared memory.
+
+        Raises:
+            CudaError: the device has less a block.
+        """
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked("cuFuncSetAttribute", driver.cuFuncSetAttribute(self._function, attribute, size))
 
 
 @cache
@@ -125,19 +149,34 @@ def compile_instance(source: Path, instance: str, architecture: str) -> tuple[by
     from cuda.bindings import nvrtc
 
     text = source.read_bytes()
-    digest = hashlib.sha256(repr((text, instance, architecture, nvrtc.nvrtcVersion())).encode()).hexdigest()
+    headers = _included(source, text)
+    parts = (text, *headers.values()) if headers else text
+    digest = hashlib.sha256(repr((parts, instance, architecture, nvrtc.nvrtcVersion())).encode()).hexdigest()
     kept = cache_folder(__name__) / f"{digest}.cubin"
     if not kept.exists():
-        image, symbol = _compile(text, source.name, instance, architecture)
+        image, symbol = _compile(text, headers, source.name, instance, architecture)
         _write_whole(kept, symbol + b"\n" + image)
     symbol, _, image = kept.read_bytes().partition(b"\n")
     return image, symbol.decode()
 
 
-def _compile(text: bytes, name: str, instance: str, architecture: str) -> tuple[bytes, bytes]:
+def _included(source: Path, text: bytes) -> dict[bytes, bytes]:
+    """Texts of the files that ``source`` includes, by the names it has for them, and of those that they include."""
+    found = {}
+    for name in re.findall(rb'^#include "([\w./]+)"', text, re.MULTILINE):
+        path = source.parent / name.decode()
+        found[name] = path.read_bytes()
+        found |= _included(path, found[name])
+    return found
+
+
+def _compile(
+    text: bytes, headers: dict[bytes, bytes], name: str, instance: str, architecture: str
+) -> tuple[bytes, bytes]:
     from cuda.bindings import nvrtc
 
-    program = _checked("nvrtcCreateProgram", nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], []))
+    made = nvrtc.nvrtcCreateProgram(text, name.encode(), len(headers), list(headers.values()), list(headers))
+    program = _checked("nvrtcCreateProgram", made)
     _checked("nvrtcAddNameExpression", nvrtc.nvrtcAddNameExpression(program, instance.encode()))
     options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
