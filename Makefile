@@ -1,4 +1,4 @@
-# Every target sets up what it needs; the only things expected of the machine are Python 3.11 or newer and a C compiler.
+# Every target sets up what it needs; the only thing expected of the machine is Python 3.11 or newer.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -14,7 +14,7 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 PROTOC := $(PYTHON) -m grpc_tools.protoc -I.importroot
 PROTO_FILE := .importroot/strataflux/proto/control.proto
 
-.PHONY: help setup demo test check bench soak soak-full faults crowd fuzz service proto clean
+.PHONY: help setup demo test check bench soak soak-full faults crowd fuzz service proto reference clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 13
@@ -68,6 +68,9 @@ service: setup  ## Start-up, memory, and an idle minute in which no counter may 
 
 proto: setup  ## Generate the gRPC code beside proto/control.proto
 	$(PROTOC) --python_out=.importroot --pyi_out=.importroot --grpc_python_out=.importroot $(PROTO_FILE)
+
+reference: setup  ## Write the reference pages of docs/ from commands, configuration and metrics
+	$(PYTHON) docs/reference.py
 
 clean:  ## Remove caches and built files; .venv stays
 	rm -rf dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis bench/results/lookup.json bench/results/fill.json
