@@ -3,6 +3,8 @@
 Every check is a function that yields what it found wrong, so that one that cannot be made hides no other.
 """
 
+import ctypes
+import errno
 import grp
 import json
 import os
@@ -27,9 +29,19 @@ if TYPE_CHECKING:
 
     from strataflux.client.session import Session
 
-__all__ = ["Finding", "RoundTrip", "check_access", "check_config", "check_daemon", "check_stores", "round_trip"]
+__all__ = [
+    "Finding",
+    "RoundTrip",
+    "check_access",
+    "check_config",
+    "check_daemon",
+    "check_machine",
+    "check_stores",
+    "round_trip",
+]
 
 _DISABLED: Final = Path("/proc/sys/kernel/io_uring_disabled")
+_IO_URING_SETUP: Final = 425
 _FREE_BYTES: Final = 1 << 30
 _SLOW_SECONDS: Final = 0.005
 _ENOUGH_READS: Final = 100
@@ -82,6 +94,24 @@ def _join(path: Path) -> str:
     return f"usermod --append --groups {group} USER, then log in again"
 
 
+def check_machine() -> Iterator[Finding]:
+    """Whether a daemon could read as it does unless told otherwise; asked where none runs, since it would not start."""
+    code = _try_io_uring()
+    if code in (errno.EPERM, errno.EACCES):
+        allowed = _DISABLED.read_text().strip() if _DISABLED.exists() else "0"
+        how = "sysctl kernel.io_uring_disabled=0" if allowed != "0" else "allow it in the container's seccomp profile"
+        yield Finding("io_uring", "this kernel or container denies it", f'{how}, or set reader.engine = "threads"')
+    elif code == errno.ENOSYS:
+        yield Finding("io_uring", "this kernel has none", 'set reader.engine = "threads"')
+
+
+def _try_io_uring() -> int:
+    """What io_uring_setup(2) says to arguments that are none: EFAULT or EINVAL where it would work."""
+    ctypes.set_errno(0)
+    ctypes.CDLL(None, use_errno=True).syscall(_IO_URING_SETUP, 1, None)
+    return ctypes.get_errno()
+
+
 def check_config(config: Path) -> Iterator[Finding]:
     """Whether the daemon of this installation would take this file: unknown keys, bad values."""
     # -P: a checkout's folders share names with other packages, and the current folder may be a checkout.
@@ -115,6 +145,10 @@ def check_daemon(info: control_pb2.GetInfoResponse, stats: control_pb2.Stats) ->
         yield Finding("corruption", f"{stats.fills.corrupt} reads with wrong checksums (none was served)", remedy)
     if stats.reads.errors:
         yield Finding("device", f"{stats.reads.errors} reads failed", "see dmesg and the device's health")
+    kv = stats.kv
+    if kv.free_bytes < _FREE_BYTES and (kv.free_bytes or kv.granted_bytes):
+        found = f"{kv.free_bytes >> 20} MiB free for KV blocks"
+        yield Finding("space", found, "make room, or set kv.folder to a larger file system")
     if stats.fences:
         found = f"{stats.fences} sessions were cut off from slots they held too long"
         yield Finding("fences", found, "raise reader.grace_seconds for slow decoders")

@@ -39,7 +39,9 @@ def doctor(
     folder = runtime_folder(runtime_dir, os.environ)
     findings = [*_config_findings(config), *checks.check_access(folder)]
     proof: checks.RoundTrip | None = None
-    if not any(finding.name in ("daemon", "group") for finding in findings):
+    if any(finding.name in ("daemon", "group") for finding in findings):
+        findings += checks.check_machine()
+    else:
         with Control(folder) as control:
             try:
                 findings += checks.check_daemon(control.info(), control.stats())
