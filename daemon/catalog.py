@@ -44,8 +44,8 @@ class Catalog(Generic[S]):
         self._changed: Callable[[], None]
         # event loop only; read by any thread
         self.served: dict[int, Served[S]] = {}
-        self.absent: dict[str, str] = {}
-        """Added stores that could not be opened at the start: folder and reason."""
+        self.absent: dict[str, StoreConfig] = {}
+        """Added stores that could not be opened, by their folders' names: tried again by each reload."""
         self._lock = asyncio.Lock()
 
     def open_all(self, config: Config) -> list[S]:
@@ -68,7 +68,7 @@ class Catalog(Generic[S]):
                 (store,) = self._open_stores(replace(config, stores=(settings,)))
             except (DaemonError, ContractError, OSError) as error:
                 _LOG.error("%s was added and cannot be served: %s", settings.path, error)
-                self.absent[settings.path.name] = str(error)
+                self.absent[settings.path.name] = settings
                 continue
             entries.append(Served(store, settings, added=True))
         self.served = dict(enumerate(entries))
@@ -129,6 +129,12 @@ class Catalog(Generic[S]):
                 await self._save()
             return told
 
+    async def forget(self, name: str) -> None:
+        """An added store that could not be opened need not be looked for any more."""
+        async with self._lock:
+            self.absent.pop(name, None)
+            await self._save()
+
     async def add_all(self, wanted: Sequence[StoreConfig]) -> None:
         """Serve those stores of a configuration that was read again which are not served yet, all or none.
 
@@ -149,8 +155,8 @@ class Catalog(Generic[S]):
                 raise
 
     async def follow(self, wanted: Sequence[StoreConfig]) -> list[str]:
-        """Let go of what the configuration names no more and take newer generations of the rest; what of its settings
-        waits for a restart.
+        """Let go of what the configuration names no more, take newer generations of the rest, and look for what was
+        absent; what of its settings waits for a restart.
 
         Raises:
             DaemonError, ContractError: of the first whose files are not as they should be; it is served as it was, and
@@ -166,6 +172,7 @@ class Catalog(Generic[S]):
                     await self._renew(index)
                 except (DaemonError, ContractError) as error:
                     failed = failed or error
+            await self._look_for_absent()
             if failed is not None:
                 raise failed
             named = {entry.config.path: entry.config for entry in self.served.values()}
@@ -214,8 +221,15 @@ class Catalog(Generic[S]):
         told = self._attach.reattach(index, f"generation {found.generation} of a store")
         _LOG.info("generation %d of %s is served; %d sessions attach again", found.generation, manifest.folder, told)
 
+    async def _look_for_absent(self) -> None:
+        for settings in list(self.absent.values()):
+            try:
+                await self._add(settings, added=True)
+            except (DaemonError, ContractError) as error:
+                _LOG.warning("%s was added and still cannot be served: %s", settings.path, error)
+
     async def _save(self) -> None:
         if self.folder is None:
             raise ConfigError("imports.folder", "none", "a folder", "set imports.folder")
-        stores = [entry.config for entry in self.served.values() if entry.added]
+        stores = [*(entry.config for entry in self.served.values() if entry.added), *self.absent.values()]
         await asyncio.to_thread(self.folder.save_added, stores)

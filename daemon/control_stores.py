@@ -45,6 +45,9 @@ class StoreMethods:
         Raises:
             NotServed, ConfigError: by cause; nothing was changed.
         """
+        if request.store in self._catalog.absent:
+            await asyncio.shield(self._catalog.forget(request.store))
+            return control_pb2.RemoveStoreResponse()
         index = self._catalog.find(request.store)
         entry = self._catalog.served[index]
         if request.delete_files and not self._folder().holds(entry.config.path):

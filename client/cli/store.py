@@ -158,7 +158,10 @@ def remove(
     output = Output(as_json)
     with _control(runtime_dir) as control:
         answer = control.remove_store(store, delete)
-    output.print(f"{answer.digest[:12]} is served no more; {answer.sessions} sessions used it")
+    if answer.digest:
+        output.print(f"{answer.digest[:12]} is served no more; {answer.sessions} sessions used it")
+    else:
+        output.print(f"{store} was not there, and is not looked for any more")
     output.result({"digest": answer.digest, "sessions": answer.sessions, "deleted": delete})
 
 

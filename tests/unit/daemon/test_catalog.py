@@ -179,6 +179,20 @@ def test_an_added_store_that_is_damaged_does_not_stop_the_start(kit: Kit, caplog
     assert "cannot be served" in caplog.text
 
 
+async def test_what_is_absent_is_remembered_looked_for_and_forgotten_when_told(kit: Kit) -> None:
+    lost, gone = StoreConfig(kit.folder.path / "lost"), StoreConfig(kit.folder.path / "gone")
+    kit.folder.save_added([lost, gone])
+    kit.begin()
+    await kit.catalog.add(kit.make("b"), added=True)
+    assert {settings.path.name for settings in kit.folder.load_added()} == {"b", "lost", "gone"}
+    await kit.catalog.forget("gone")
+    assert await kit.catalog.follow(kit.config.stores) == []
+    assert list(kit.catalog.absent) == ["lost"]
+    kit.make("lost")
+    assert await kit.catalog.follow(kit.config.stores) == []
+    assert (kit.names(), kit.catalog.absent) == (["b", "lost", "store"], {})
+
+
 @pytest.mark.parametrize("name", [lambda d: d, lambda d: d[:6], lambda d: "store"])
 def test_stores_are_found_by_digest_and_by_name(kit: Kit, name: Callable[[str], str]) -> None:
     assert kit.catalog.find(name(kit.bench.stores[0].manifest.identity_digest)) == 0
