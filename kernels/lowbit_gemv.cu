@@ -3,10 +3,8 @@
 // One block computes 16·TILES rows for 1 … 8·COLUMNS inputs; its warps share the strips of 256 channels among
 // themselves and add up through shared memory in a fixed order, so equal operands give equal bits. A warp turns codes
 // into fragments of the tensor core's m16n8k16 product in registers: weights are its 16 rows, inputs its 8 columns,
-// sums are float32. Nothing is included, so that the compiler needs no headers.
-
-typedef unsigned int u32;
-typedef unsigned short u16;
+// sums are float32.
+#include "gpu/errands.cuh"
 
 #ifndef HOST_EMULATION  // a test compiles the rest for the host and brings its own versions of these
 __device__ __forceinline__ uint4 load_once(const uint4* address) {
@@ -42,15 +40,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// With programmatic dependent launch the next kernel starts now and fetches its first weights while this one runs;
-// it waits before it touches anything that this one writes. Without it both are no-ops.
-#if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-#else
-__device__ __forceinline__ void let_next_kernel_start() {}
-__device__ __forceinline__ void wait_for_previous_kernel() {}
-#endif
 #endif
 
 // Word i of a tile with each of its eight codes in a nibble of its own.
@@ -101,16 +90,24 @@ __device__ __forceinline__ void fetch(u32* to, const uint4* from, int stride) {
   }
 }
 
-// GROUPS: groups in a strip (4, 2), or 0 for a codebook. DEPTH: strips in flight a warp. ADD: add to y, else store.
-template <int BITS, int GROUPS, int TILES, int WARPS, int DEPTH, int COLUMNS, int ADD>
-__global__ void __launch_bounds__(32 * WARPS)
-lowbit_gemv(const uint4* words, const uint4* meta, const u16* x, float* y, int rows, int inputs, int strips, int batch) {
+// GROUPS: groups in a strip (4, 2), or 0 for a codebook. DEPTH: strips in flight a warp. ONTO: add to y, else store.
+// BESIDE: the first `beside` blocks have errands to run, the rest multiply.
+template <int BITS, int GROUPS, int TILES, int WARPS, int DEPTH, int COLUMNS, int ONTO, int BESIDE>
+__global__ void __launch_bounds__(32 * WARPS, BESIDE ? 16 / WARPS : 1)  // errands take no registers from products
+lowbit_gemv(const uint4* words, const uint4* meta, const u16* x, float* y, int rows, int inputs, int strips, int batch,
+            const Errand* errands, int errand_count, int beside) {
   constexpr int META = GROUPS ? GROUPS / 2 : 1;              // uint4 a strip and lane
   constexpr int TABLE = GROUPS ? 4 : 2 * (1 << BITS) / 4;    // words of one row's codebook
   __shared__ float partial[WARPS][16 * TILES][8 * COLUMNS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int tile0 = blockIdx.x * TILES;
+  const int block = (int)blockIdx.x - (BESIDE ? beside : 0), tile0 = block * TILES;
 
+  if (BESIDE && block < 0) {
+    let_next_kernel_start();
+    wait_for_previous_kernel();
+    run_errands<32 * WARPS>(errands, errand_count, blockIdx.x);
+    return;
+  }
   u32 w[DEPTH][TILES][4 * BITS], m[DEPTH][TILES][4 * META], table[TILES][2][TABLE];
   auto prefetch = [&](int d, int strip) {
 #pragma unroll
@@ -197,7 +194,7 @@ lowbit_gemv(const uint4* words, const uint4* meta, const u16* x, float* y, int r
 #pragma unroll
     for (int s = 0; s < WARPS; s++) total += partial[s][local][column];
     if (row >= rows) continue;
-    if (ADD) atomicAdd(y + (size_t)column * rows + row, total);
+    if (ONTO) atomicAdd(y + (size_t)column * rows + row, total);
     else y[(size_t)column * rows + row] = total;
   }
 }

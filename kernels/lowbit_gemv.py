@@ -21,13 +21,16 @@ The fast path is CUDA C++ (lowbit_gemv.cu), the portable one Triton (lowbit_gemv
 """
 
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from strataflux.kernels.cuda_build import device_capability, has_fast_path, load_function
+from strataflux.kernels.cuda_build import device_capability, has_fast_path, load_function, multiprocessors
+
+if TYPE_CHECKING:
+    from strataflux.kernels.gpu.errands import Errands
 
 __all__ = [
     "MAX_BATCH",
@@ -217,6 +220,7 @@ def gemv(
     add: bool = False,
     plan: Plan | None = None,
     path: Literal["cuda", "triton"] | None = None,
+    errands: "Errands | None" = None,
 ) -> None:
     """Multiply: ``y = w x``, or ``y += w x``. Queued on the current stream; no allocation, so it can be captured.
 
@@ -229,6 +233,7 @@ def gemv(
         add: add to ``y``. The addition is atomic: another kernel may add to ``y`` at the same time.
         plan: how the fast path spreads the work; chosen from the shape where None.
         path: ``"cuda"`` or ``"triton"``; where None the first that this machine has.
+        errands: to run beside it: in blocks of the same launch, or on the portable path before it.
 
     Raises:
         ValueError: a shape or type without a kernel.
@@ -245,26 +250,43 @@ def gemv(
     if path == "triton" or (path is None and not has_fast_path(x)):
         from strataflux.kernels.lowbit_gemv_triton import gemv_triton
 
+        if errands is not None:
+            errands.run()
         gemv_triton(weights, x, y, add=add)
     else:
-        _launch(weights, x, y, add, plan or default_plan(weights))
+        _launch(weights, x, y, add, plan or default_plan(weights), errands)
 
 
-def _launch(weights: LowbitWeights, x: Tensor, y: Tensor, add: bool, plan: Plan) -> None:
+def _launch(weights: LowbitWeights, x: Tensor, y: Tensor, add: bool, plan: Plan, errands: "Errands | None") -> None:
     tiles, strips = weights.words.shape[:2]
-    device = x.get_device()
-    function = load_function(_SOURCE, instance_name(weights, plan, x.shape[0], add=add), device)
+    device, grid, threads = x.get_device(), tiles // plan.tiles, 32 * plan.warps
+    name = instance_name(weights, plan, x.shape[0], add=add, beside=errands is not None)
+    function = load_function(_SOURCE, name, device)
     pointers = [np.uint64(tensor.data_ptr()) for tensor in (weights.words, weights.meta, x, y)]
     sizes = [np.int32(size) for size in (weights.rows, weights.inputs, strips, x.shape[0])]
     early = plan.early and device_capability(device) >= (9, 0)
-    function.launch(tiles // plan.tiles, 32 * plan.warps, [*pointers, *sizes], early=early)
+    table, count, beside = 0, 0, 0
+    if errands is not None:
+        made, beside = errands.table(threads, _room(grid, threads, device), x.device)
+        table, count = made.data_ptr(), len(errands.items)
+    arguments: list[np.generic] = [*pointers, *sizes, np.uint64(table), np.int32(count), np.int32(beside)]
+    function.launch(beside + grid, threads, arguments, early=early)
 
 
-def instance_name(weights: LowbitWeights, plan: Plan, batch: int, *, add: bool) -> str:
-    """The C++ template instance that a product with this plan runs."""
+def _room(grid: int, threads: int, device: int) -> int:
+    """Blocks for which the device has room while its last blocks of a product run: a multiprocessor holds 512 threads
+    of this kernel. At least four, however much that costs.
+    """
+    slots = multiprocessors(device) * max(1, 512 // threads)
+    return max(4, -grid % slots)
+
+
+def instance_name(weights: LowbitWeights, plan: Plan, batch: int, *, add: bool, beside: bool = False) -> str:
+    """The C++ template instance that a product with this plan runs, with errands beside it or without."""
     groups = STRIP // weights.group if weights.group else 0
     columns = -(-batch // 8)
-    return f"lowbit_gemv<{weights.bits},{groups},{plan.tiles},{plan.warps},{plan.depth},{columns},{int(add)}>"
+    numbers = weights.bits, groups, plan.tiles, plan.warps, plan.depth, columns, int(add), int(beside)
+    return f"lowbit_gemv<{','.join(map(str, numbers))}>"
 
 
 def default_plan(weights: LowbitWeights) -> Plan:

@@ -1,9 +1,10 @@
-"""Fetch selected records from host memory into device memory, ahead of the product that uses them (fetch lead).
+"""Fetch selected records from host memory into device memory, ahead of the product that uses them.
 
 Formula. Record i of a selection is copied to row i of a staging area, and its address becomes that row's; an absent
 record keeps address 0. What refines afterwards reads device memory and needs no link.
 
 The link is full from about 80 KiB in flight: a program copies pieces of 4 KiB, each as one block of 16-byte loads.
+This is the portable path; beside a product the same is an errand (:mod:`strataflux.kernels.gpu.errands`).
 """
 
 from typing import Final
@@ -14,32 +15,45 @@ import triton.language as tl
 
 from strataflux.kernels.gpu.select import Selection
 
-__all__ = ["Staging", "fetch"]
+__all__ = ["PIECE_BYTES", "Staging", "fetch"]
 
+PIECE_BYTES: Final = 16
+"""Slots, records in them and rows are whole pieces of so many bytes."""
 _WORDS: Final = 1024
 
 
 class Staging:
-    """Room for one selection's records on the device, and the selection as the product will see it.
+    """A selection, and room for its records on the device.
 
     Attributes:
+        selection: of ``k`` of ``width`` channels.
         rows: [selected, words] int32, a record a row.
-        selection: channels as selected; addresses of rows, 0 where a record was absent.
+        fetched: channels as selected; addresses of rows, 0 where a record was absent.
     """
 
     def __init__(self, k: int, width: int, record_bytes: int, device: torch.device) -> None:
-        self.selection = Selection(k, width, device)
+        self.record_bytes = record_bytes
+        self.selection, self.fetched = Selection(k, width, device), Selection(k, width, device)
+        self.fetched.channels = self.selection.channels
         words = -(-record_bytes // 256) * 64  # rows begin at multiples of 256 bytes, as slots do
         self.rows = torch.zeros(self.selection.channels.numel(), words, dtype=torch.int32, device=device)
+
+    @property
+    def record_pieces(self) -> int:
+        """Pieces of one record."""
+        return -(-self.record_bytes // PIECE_BYTES)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of all records."""
+        return self.selection.channels.numel() * self.record_pieces
 
 
 @triton.jit
 def _fetch(
-    channels: tl.tensor,
     addresses: tl.tensor,
     rows: tl.tensor,
-    staged_channels: tl.tensor,
-    staged_addresses: tl.tensor,
+    fetched: tl.tensor,
     selected: tl.tensor,
     words: tl.tensor,
     used: tl.tensor,
@@ -56,37 +70,24 @@ def _fetch(
         inside = (word < used) & (address != 0)
         tl.store(row + word, tl.load(source + word, mask=inside, other=0), mask=inside)
         if piece == 0:
-            tl.store(staged_channels + record, tl.load(channels + record))
-            tl.store(staged_addresses + record, tl.where(address != 0, row.to(tl.int64), 0))
+            tl.store(fetched + record, tl.where(address != 0, row.to(tl.int64), 0))
 
 
-def fetch(selection: Selection, staging: Staging, record_bytes: int, programs: int) -> None:
-    """Copy the records of ``selection`` that are present. Queued on the current stream; no allocation.
+def fetch(staging: Staging, programs: int) -> None:
+    """Copy the records of the staging area's selection that are present. Queued on the current stream; no allocation.
 
     Args:
-        selection: of this step; its records stay where they are until the step ends.
-        staging: overwritten; of the same budget and width.
-        record_bytes: of each record.
+        staging: its selection is of this step; the records stay where they are until the step ends.
         programs: at most so many programs.
-
-    Raises:
-        ValueError: the staging area is another selection's.
     """
-    count = selection.channels.numel()
-    if staging.selection.channels.numel() != count or 4 * staging.rows.shape[1] < record_bytes:
-        raise ValueError(
-            f"{count} records of {record_bytes} bytes: the staging area has {list(staging.rows.shape)} words"
-        )
+    count = staging.selection.channels.numel()
     if not count:
         return
-    used = -(-record_bytes // 4)
-    units = count * triton.cdiv(used, _WORDS)
-    _fetch[(min(programs, units),)](
-        selection.channels,
-        selection.addresses,
-        staging.rows,
-        staging.selection.channels,
+    used = -(-staging.record_bytes // 4)
+    _fetch[(min(programs, count * triton.cdiv(used, _WORDS)),)](
         staging.selection.addresses,
+        staging.rows,
+        staging.fetched.addresses,
         count,
         staging.rows.shape[1],
         used,

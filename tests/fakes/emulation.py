@@ -1,17 +1,15 @@
-"""CUDA sources compiled for the host, with a thread of ours for each of a block's."""
+"""CUDA sources compiled for the host, with a fiber for each of a block's threads."""
 
 import ctypes
 import subprocess
 from pathlib import Path
 
-HEADER = Path(__file__).parents[1] / "kernels" / "warp_emulation.h"
-FIBERS = HEADER.with_name("fiber_emulation.h")
-"""The same with fibers: for kernels whose lanes exchange much, and for more than one warp's worth of them."""
+FIBERS = Path(__file__).parents[1] / "kernels" / "fiber_emulation.h"
 
 
-def emulated(kernel: Path, source: str, folder: Path, header: Path = HEADER) -> ctypes.CDLL:
+def emulated(kernel: Path, source: str, folder: Path, header: Path = FIBERS) -> ctypes.CDLL:
     """The library of a C++ source that is compiled behind the emulation and the kernel."""
     (folder / "case.cpp").write_text(f'#include "{header}"\n#include "{kernel}"\n{source}')
-    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", "-o", "case.so", "case.cpp"]
+    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-o", "case.so", "case.cpp"]
     subprocess.run(command, cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "case.so"))

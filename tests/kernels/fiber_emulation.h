@@ -98,7 +98,29 @@ template <typename Value>
 static Value __shfl_sync(unsigned int, Value value, int lane) { return from_lane(value, lane % 32); }
 template <typename Value>
 static Value __shfl_xor_sync(unsigned int, Value value, int step) { return from_lane(value, threadIdx.x % 32 ^ step); }
+template <typename Value>
+static Value __shfl_up_sync(unsigned int, Value value, int step) {
+  const int lane = threadIdx.x % 32;
+  return from_lane(value, lane < step ? lane : lane - step);
+}
+static int __reduce_max_sync(unsigned int, int value) {
+  return together({{(unsigned int)value}}, [](const Said* all) {
+    int most = (int)all[0].words[0];
+    for (int i = 1; i < 32; i++) most = max(most, (int)all[i].words[0]);
+    return most;
+  });
+}
 static void __syncthreads() { meet(of_block); }
+static int block_count;
+static int __syncthreads_count(bool value) {
+  block_count += value;
+  meet(of_block);
+  const int result = block_count;
+  meet(of_block);
+  if (threadIdx.x == 0) block_count = 0;
+  meet(of_block);
+  return result;
+}
 static void __syncwarp() { meet(of_warp[threadIdx.x / 32]); }
 
 // --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -155,6 +177,13 @@ static void multiply(float (&c)[4], const unsigned int (&a)[4], unsigned int b0,
   });
 }
 
+static unsigned int fma_halves(unsigned int a, unsigned int b, unsigned int c) {
+  return halves(low_half(a) * low_half(b) + low_half(c), high_half(a) * high_half(b) + high_half(c));
+}
+static unsigned int add_halves(unsigned int a, unsigned int b) { return fma_halves(a, 0x3C003C00u, b); }
+static float half_to_float(unsigned int v) { return half_value(v); }
+static float __fdiv_rn(float a, float b) { return a / b; }
+
 // --- memory -----------------------------------------------------------------------------------------------------------
 
 static void copy_async(void* to, const void* from) { std::memcpy(to, from, 16); }
@@ -165,3 +194,18 @@ static unsigned int load_half(const unsigned short* address) { return *address; 
 static int load_int(const int* address) { return *address; }
 static void let_next_kernel_start() {}
 static void wait_for_previous_kernel() {}
+static uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
+static uint4 load_once(const uint4* address) { return *address; }
+static uint4 load_input(const uint4* address) { return *address; }
+static unsigned int load_word(const void* address) { return *(const unsigned int*)address; }
+static long long load_cell(const long long* address) { return *address; }
+static unsigned int load_host_word(unsigned long long address) { return *(unsigned int*)address; }
+static uint4 load_host_piece(unsigned long long address) { return *(uint4*)address; }
+static void store_host_word(unsigned long long address, unsigned int v) { *(unsigned int*)address = v; }
+static void store_host_entry(unsigned long long address, unsigned long long v) { *(unsigned long long*)address = v; }
+template <typename Value>
+static Value atomicAdd(Value* address, Value value) {
+  const Value before = *address;
+  *address += value;
+  return before;
+}

@@ -9,7 +9,6 @@ pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
 
 from strataflux.kernels.gpu.fetch import Staging, fetch
 from strataflux.kernels.gpu.refine import RefinePlan, refine
-from strataflux.kernels.gpu.select import Selection
 from strataflux.kernels.refine import pack_records, record_bytes
 from tests.fakes.gpu_side import Side
 from tests.kernels.test_gpu_refine import place
@@ -26,25 +25,18 @@ def side(device: torch.device) -> Iterator[Side]:
 
 @pytest.mark.parametrize(("outputs", "programs"), [(256, 64), (77, 1), (9000, 3)])
 def test_refining_what_was_fetched_is_refining_in_place(side: Side, outputs: int, programs: int) -> None:
-    selection = Selection(16, WIDTH, side.device)
-    count = selection.channels.numel()
+    staging = Staging(16, WIDTH, record_bytes(outputs), side.device)
+    selection, count = staging.selection, staging.selection.channels.numel()
     selection.channels.copy_(torch.randperm(WIDTH)[:count])
     records = pack_records(torch.randint(-7, 8, (outputs, count), dtype=torch.int8))
     place(side, records, selection, torch.rand(count) > 0.3)
-    staging = Staging(16, WIDTH, record_bytes(outputs), side.device)
-    staging.selection.addresses.fill_(1)  # of an earlier step: an absent record must not keep it
-    fetch(selection, staging, record_bytes(outputs), programs)
-    assert torch.equal(staging.selection.channels, selection.channels)
-    assert torch.equal(staging.selection.addresses != 0, selection.addresses != 0)
+    staging.fetched.addresses.fill_(1)  # of an earlier step: an absent record must not keep it
+    fetch(staging, programs)
+    assert torch.equal(staging.fetched.addresses != 0, selection.addresses != 0)
 
     x, scale = torch.randn(WIDTH, device=side.device), torch.rand(outputs, device=side.device)
     in_place, staged = torch.zeros(2, outputs, device=side.device)
     refine(in_place, x, selection, scale, RefinePlan(programs))
-    refine(staged, x, staging.selection, scale, RefinePlan(programs))
+    refine(staged, x, staging.fetched, scale, RefinePlan(programs))
     assert in_place.any()
     assert torch.equal(staged, in_place)
-
-
-def test_another_selections_staging_area_is_refused(device: torch.device) -> None:
-    with pytest.raises(ValueError, match="the staging area"):
-        fetch(Selection(16, 1024, device), Staging(8, 1024, 64, device), 64, 1)

@@ -12,7 +12,8 @@ def form(heads: int, kv_heads: int, d: int, norms: bool, device: torch.device) -
     angle = torch.rand(7, d // 2, device=device).repeat(1, 2)
     sine = angle.sin() * torch.tensor([-1.0, 1.0], device=device).repeat_interleave(d // 2)
     norm = torch.rand(2, d, device=device) + 0.5
-    return Heads(heads, kv_heads, angle.cos(), sine, *((norm[0], norm[1]) if norms else (None, None)), 1e-6)
+    query, key = (norm[0], norm[1]) if norms else (None, None)
+    return Heads(heads, kv_heads, angle.cos(), sine, query, key, 1e-6)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (3, 3, 24), (9, 3, 64)])

@@ -5,7 +5,6 @@ Both paths run: Triton in its interpreter and the CUDA source on emulated blocks
 
 import ctypes
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -19,12 +18,14 @@ pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
 from strataflux.client import attach_block as ab
 from strataflux.client import directory
 from strataflux.kernels.gpu import cells
+from strataflux.kernels.gpu.errands import Errands, Select
 from strataflux.kernels.gpu.select import Selection, score_thresholds, select_and_look_up
 from strataflux.kernels.gpu.step import begin_step, end_step
 from strataflux.kernels.select import select_reference
 from strataflux.kernels.topk import quota
 from strataflux.proto import layout
 from tests.fakes.emulation import emulated
+from tests.fakes.errands import needs_compiler, run_beside
 from tests.fakes.gpu_side import PAGES, RING_LOG2, Side
 
 # The interpreter computes lanes that a mask then throws away, and NumPy warns of what it finds in them.
@@ -32,7 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 RECORDS = 3000
 FIRST = 100
-SOURCE = Path(__file__).parents[2] / "kernels" / "gpu" / "select.cu"
+KERNELS = Path(__file__).parents[2] / "kernels"
+SOURCE = KERNELS / "gpu" / "select.cu"
 
 Launch = Callable[[torch.Tensor, Side, Selection, int, int], None]
 
@@ -57,11 +59,24 @@ def _on_emulation(library: ctypes.CDLL) -> Launch:
     return launch
 
 
+def _beside_a_product(threads: int, library: Callable[[], ctypes.CDLL]) -> Launch:
+    """The same as an errand in blocks of so many threads."""
+
+    def launch(x: torch.Tensor, side: Side, selection: Selection, table: int, first: int) -> None:
+        plain = x.dtype == torch.float16
+        x = (x if plain else x.float() * 0.5).to(side.device)
+        gain = None if plain else torch.full_like(x, 2.0)
+        thresholds = score_thresholds(side.device)
+        errands = Errands([Select(x, gain, side.block, thresholds, selection, table, first)])
+        run_beside(errands, threads, library)
+
+    return launch
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The CUDA source with its three types, for the host."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ to compile the CUDA source for the host with")
+    needs_compiler()
     runs = [
         f"""extern "C" void run{i}(int blocks, void* x, i64* block, float* thresholds, int* channels, u64* addresses,
         i64 first, int width, int table, int full, int last) {{
@@ -74,9 +89,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return emulated(SOURCE, "\n".join(runs), tmp_path_factory.mktemp("select"))
 
 
-@pytest.fixture(params=["triton", "cuda"])
+@pytest.fixture(params=["triton", "cuda", 32, 128, 512])
 def launch(request: pytest.FixtureRequest) -> Launch:
-    """One path of the selection: on the GPU, or what stands for it here."""
+    """One way of the selection: on the GPU, or what stands for it here."""
+    if isinstance(request.param, int):
+        return _beside_a_product(request.param, lambda: request.getfixturevalue("errand_library"))
     if request.param == "triton" or torch.cuda.is_available():
         return _on_device(request.param)
     return _on_emulation(request.getfixturevalue("library"))
@@ -92,7 +109,9 @@ def pair(device: torch.device) -> Iterator[tuple[Side, Side]]:
 
 
 def test_numbers_in_the_cuda_source_are_ours() -> None:
-    found = {name: int(value) for name, value in re.findall(r"(\w+) = (\d+)[,\s]", SOURCE.read_text())}
+    found = {
+        name: int(value) for name, value in re.findall(r"(\w+) = (\d+)[,\s]", SOURCE.with_suffix(".cuh").read_text())
+    }
     named = [name for name in cells.__all__ if name in found]
     assert len(named) == 18
     assert {name: found[name] for name in named} == {name: getattr(cells, name).value for name in named}

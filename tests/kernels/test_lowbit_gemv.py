@@ -107,7 +107,8 @@ def test_cuda_source_on_an_emulated_warp(case: tuple[str, int, int, int, int, in
         SOURCE,
         f"""extern "C" void run(const uint4* words, const uint4* meta, const u16* x, float* y) {{
           run_blocks({tiles // plan.tiles}, {32 * plan.warps}, [=] {{
-            {instance_name(packed, plan, batch, add=add)}(words, meta, x, y, {rows}, {inputs}, {strips}, {batch});
+            {instance_name(packed, plan, batch, add=add)}(
+              words, meta, x, y, {rows}, {inputs}, {strips}, {batch}, 0, 0, 0);
           }});
         }}""",
         tmp_path,
