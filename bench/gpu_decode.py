@@ -33,13 +33,14 @@ from strataflux.client.bench.replays import tokens_per_second
 from strataflux.client.prepare.prepared import store_sections
 from strataflux.client.runtime.cuda.attention import HalfCache
 from strataflux.client.runtime.cuda.block import DeviceBlock
+from strataflux.client.runtime.cuda.budget import Budget
 from strataflux.client.runtime.cuda.decoder import GraphDecoder
 from strataflux.client.runtime.cuda.lanes import InlineLanes
 from strataflux.client.runtime.cuda.model import DeviceModel, load_prepared
 from strataflux.client.runtime.cuda.pinned_store import PinnedStore, random_records
 from strataflux.client.runtime.cuda.random_model import SHAPES, random_model
 from strataflux.client.runtime.cuda.refined import DeviceDecoder, make_decoder
-from strataflux.client.runtime.cuda.refinement import Budget, Refinement
+from strataflux.client.runtime.cuda.refinement import Refinement
 from strataflux.client.runtime.cuda.sampling import Sampler
 from strataflux.client.runtime.cuda.step import Step
 from strataflux.client.runtime.generation import Sampling

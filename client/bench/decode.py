@@ -15,11 +15,11 @@ from strataflux.client.bench.gemlite_linear import GemliteLinear, gemlite_versio
 from strataflux.client.bench.replays import tokens_per_second
 from strataflux.client.prepare.prepared import store_sections
 from strataflux.client.runtime.cuda.block import DeviceBlock
+from strataflux.client.runtime.cuda.budget import Budget
 from strataflux.client.runtime.cuda.model import DeviceModel
 from strataflux.client.runtime.cuda.pinned_store import PinnedStore, random_records
 from strataflux.client.runtime.cuda.random_model import BASES, Base, random_model
 from strataflux.client.runtime.cuda.refined import make_decoder
-from strataflux.client.runtime.cuda.refinement import Budget
 from strataflux.client.runtime.models import SETS, ModelConfig
 from strataflux.client.runtime.shifted import SHIFTS
 from strataflux.kernels.refine import record_bytes

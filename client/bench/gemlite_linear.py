@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strataflux.kernels.gpu.errands import Errands
+
 __all__ = ["GemliteLinear", "gemlite_version"]
 
 _GROUP = 128
@@ -36,7 +38,7 @@ class GemliteLinear:
         self.rows, self.inputs = rows, inputs
         self.bytes = rows * inputs // 2 + 2 * scales.numel() * 2
 
-    def multiply(self, x: Tensor, y: Tensor, *, early: bool) -> Tensor:  # noqa: ARG002 (it makes its own result)
+    def multiply(self, x: Tensor, y: Tensor, *, early: bool, errands: Errands | None = None) -> Tensor:  # noqa: ARG002
         """The product, in a tensor of its own: copying it to ``y`` would slow the baseline down."""
         product: Tensor = self._layer(x[None])
         return product[0]

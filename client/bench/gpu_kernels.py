@@ -1,6 +1,6 @@
 """Times of the GPU kernels at a model's shapes: products beside BF16, selection, and refinement from pinned memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from strataflux.client.runtime.cuda.pinned_store import PinnedStore, random_reco
 from strataflux.client.runtime.cuda.random_model import BASES, random_lowbit
 from strataflux.client.runtime.models import SETS, ModelConfig
 from strataflux.client.weights import record_bases
-from strataflux.kernels.gpu.fetch import Staging, fetch
+from strataflux.kernels.gpu.errands import Add, Errands, Fetch, Select
+from strataflux.kernels.gpu.fetch import Staging
 from strataflux.kernels.gpu.refine import RefinePlan, refine
-from strataflux.kernels.gpu.select import Selection, score_thresholds, select_and_look_up
+from strataflux.kernels.gpu.select import score_thresholds, select_and_look_up
 from strataflux.kernels.gpu.step import begin_step, end_step
 from strataflux.kernels.refine import record_bytes
 
@@ -90,39 +91,45 @@ def _attention(config: ModelConfig, device: torch.device) -> Iterator[dict[str, 
 
 
 def _refinement(block: DeviceBlock, number: int, outputs: int, inputs: int, first: int, k: int) -> dict[str, Any]:
-    """Selection with look-up; refinement in place; fetching ahead; refinement from what was fetched."""
+    """Selection with look-up and refinement in place as launches of their own, and each errand beside the product."""
     device, rounds = block.tensor.device, 16
     thresholds, size = score_thresholds(device), record_bytes(outputs)
     xs = torch.randn(rounds, inputs, device=device).half()
-    selections = [Selection(k, inputs, device) for _ in range(rounds)]
     stagings = [Staging(k, inputs, size, device) for _ in range(rounds)]
     y, scale = torch.zeros(outputs, device=device), torch.rand(outputs, device=device)
+    linears = [LowbitLinear(random_lowbit(outputs, inputs, *BASES["4-bit"], device)) for _ in range(rounds)]
+    product, plan = torch.zeros(outputs, device=device), RefinePlan(64, 32, 32, 1, 4)
+    pairs = list(zip(xs, stagings, strict=True))
 
     def select() -> None:
         begin_step(block.tensor)
-        for x, selection in zip(xs, selections, strict=True):
-            select_and_look_up(x, block.tensor, thresholds, selection, 0, first)
+        for x, staging in pairs:
+            select_and_look_up(x, block.tensor, thresholds, staging.selection, 0, first)
         end_step(block.tensor)
 
     def refine_in_place() -> None:
-        for x, selection in zip(xs, selections, strict=True):
-            refine(y, x, selection, scale, plan)
-
-    def fetch_ahead() -> None:
-        for selection, staging in zip(selections, stagings, strict=True):
-            fetch(selection, staging, size, 64)
-
-    def refine_fetched() -> None:
-        for x, staging in zip(xs, stagings, strict=True):
+        for x, staging in pairs:
             refine(y, x, staging.selection, scale, plan)
 
-    plan = RefinePlan(64, 32, 32, 1, 4)
+    def beside(errands: list[Errands | None]) -> Callable[[], None]:
+        def multiply() -> None:
+            begin_step(block.tensor)
+            for linear, x, one in zip(linears, xs, errands, strict=True):
+                linear.multiply(x, product, early=True, errands=one)
+            end_step(block.tensor)
+
+        return multiply
+
     bodies = {
         "select": select,
         "refine in place": refine_in_place,
-        "fetch": fetch_ahead,
-        "refine fetched": refine_fetched,
+        "product": beside([None] * rounds),
+        "with select": beside(
+            [Errands([Select(x, None, block.tensor, thresholds, one.selection, 0, first)]) for x, one in pairs]
+        ),
+        "with fetch": beside([Errands([Fetch(one, 0, one.pieces)]) for _, one in pairs]),
+        "with add": beside([Errands([Add(x, one, scale, y)]) for x, one in pairs]),
     }
-    moved = selections[0].channels.numel() * size
+    moved = stagings[0].selection.channels.numel() * size
     found: dict[str, Any] = {name: microseconds(body) / rounds for name, body in bodies.items()}
-    return {"set": SETS[number], "bytes": moved, **found, "fetch gigabytes_per_second": moved / found["fetch"] / 1e3}
+    return {"set": SETS[number], "bytes": moved, **found}

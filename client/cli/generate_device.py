@@ -9,10 +9,10 @@ from typing import Any, Final
 from strataflux.client.cli.output import print_note, progress
 from strataflux.client.errors import DaemonUnavailableError, MisuseError, RefusedError
 from strataflux.client.prepare.prepared import PreparedModel
+from strataflux.client.runtime.cuda.budget import Budget
 from strataflux.client.runtime.cuda.device import explained, memory_need, require_cuda, require_memory
 from strataflux.client.runtime.cuda.model import load_prepared
 from strataflux.client.runtime.cuda.refined import DeviceDecoder
-from strataflux.client.runtime.cuda.refinement import Budget
 from strataflux.client.runtime.generation import Sampling
 from strataflux.client.runtime.models import SETS
 from strataflux.client.schemes import require_scheme

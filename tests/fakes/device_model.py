@@ -11,6 +11,7 @@ from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.runtime.cuda.lanes import Operation
 from strataflux.client.runtime.cuda.linear import LowbitLinear
 from strataflux.client.runtime.cuda.model import DeviceModel, load_prepared
+from strataflux.kernels.gpu.errands import Errands
 from strataflux.kernels.lowbit_gemv import unpack
 
 
@@ -24,7 +25,9 @@ class Expanded:
         self.rows, self.inputs, self.bytes = packed.rows, packed.inputs, packed.bytes
         self._matrix = unpack(packed.weights).float()
 
-    def multiply(self, x: Tensor, y: Tensor, *, early: bool) -> Tensor:
+    def multiply(self, x: Tensor, y: Tensor, *, early: bool, errands: Errands | None = None) -> Tensor:
+        if errands is not None:
+            errands.run()
         return torch.mv(self._matrix, x.float(), out=y)
 
 

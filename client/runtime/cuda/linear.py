@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from strataflux.kernels.gpu.errands import Errands
 from strataflux.kernels.lowbit_gemv import LowbitWeights, Plan, default_plan, gemv
 
 __all__ = ["DenseLinear", "Linear", "LowbitLinear"]
@@ -22,10 +23,11 @@ class Linear(Protocol):
     bytes: int
     """Device memory that one product has to read."""
 
-    def multiply(self, x: Tensor, y: Tensor, *, early: bool) -> Tensor:
+    def multiply(self, x: Tensor, y: Tensor, *, early: bool, errands: Errands | None = None) -> Tensor:
         """The product [rows] with ``x`` [inputs]: in ``y``, or in a tensor of its own that a captured graph keeps.
 
-        Queued on the current stream. ``early``: it may start while the kernel before still runs.
+        Queued on the current stream. ``early``: it may start while the kernel before still runs. ``errands`` are run
+        beside it; only weights that can be refined are given any.
         """
 
 
@@ -41,9 +43,10 @@ class LowbitLinear:
         self.weights = weights
         self._plan = plan or default_plan(weights)
 
-    def multiply(self, x: Tensor, y: Tensor, *, early: bool) -> Tensor:
+    def multiply(self, x: Tensor, y: Tensor, *, early: bool, errands: Errands | None = None) -> Tensor:
         """As :class:`Linear`; the result is in ``y``."""
-        gemv(self.weights, x[None], y[None], plan=self._plan._replace(early=early and self._plan.early))
+        plan = self._plan._replace(early=early and self._plan.early)
+        gemv(self.weights, x[None], y[None], plan=plan, errands=errands)
         return y
 
 
@@ -57,7 +60,7 @@ class DenseLinear:
         self.bytes = weight.numel() * weight.itemsize
         self._transposed = weight.t()
 
-    def multiply(self, x: Tensor, y: Tensor, *, early: bool) -> Tensor:  # noqa: ARG002 (torch decides by itself)
-        """As :class:`Linear`; the result is in ``y``."""
+    def multiply(self, x: Tensor, y: Tensor, *, early: bool, errands: Errands | None = None) -> Tensor:  # noqa: ARG002
+        """As :class:`Linear`; the result is in ``y``. When it starts, torch decides by itself."""
         torch.mm(x[None], self._transposed, out=y[None])
         return y

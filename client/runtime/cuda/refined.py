@@ -12,13 +12,15 @@ from torch import Tensor
 from strataflux.client.keeper import Event
 from strataflux.client.prepare.prepared import PreparedModel, store_sections
 from strataflux.client.runtime.cuda.attention import HalfCache
+from strataflux.client.runtime.cuda.beside import N_LANES
 from strataflux.client.runtime.cuda.block import DeviceBlock
+from strataflux.client.runtime.cuda.budget import Budget
 from strataflux.client.runtime.cuda.decoder import GraphDecoder
 from strataflux.client.runtime.cuda.lanes import InlineLanes, Lanes, StreamLanes
 from strataflux.client.runtime.cuda.maps import DeviceMaps
 from strataflux.client.runtime.cuda.model import DeviceModel
 from strataflux.client.runtime.cuda.pinned_store import PinnedStore, records_of
-from strataflux.client.runtime.cuda.refinement import N_LANES, Budget, NoRefinement, Refinement
+from strataflux.client.runtime.cuda.refinement import NoRefinement, Refinement
 from strataflux.client.runtime.cuda.sampling import Sampler
 from strataflux.client.runtime.cuda.session import DeviceSession
 from strataflux.client.runtime.cuda.step import Step

@@ -3,6 +3,7 @@
 Everything lies in buffers that are made once, so that the launches can be captured in a graph and replayed.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from strataflux.client.runtime.cuda.lanes import MAIN, Lanes
 from strataflux.client.runtime.cuda.model import DeviceModel
 from strataflux.client.runtime.cuda.sampling import Sampler
 from strataflux.client.runtime.rope import rotary_table
+from strataflux.kernels.gpu.errands import Errands
 from strataflux.kernels.gpu.gate import gate
 from strataflux.kernels.gpu.heads import Heads, split_heads
 from strataflux.kernels.gpu.norm import add_norm
@@ -26,20 +28,20 @@ _QKV, _O, _GATE_UP, _DOWN = range(4)
 class Refining(Protocol):
     """What adds precision to a step; :class:`~strataflux.client.runtime.cuda.refinement.Refinement` says more."""
 
+    def bind(self, states: Tensor, inputs: Sequence[Tensor]) -> None:
+        """The step's own buffers, which stay where they are."""
+
     def begin(self) -> None:
         """The step begins."""
 
-    def state_ready(self, position: int, states: Tensor) -> None:
-        """A state of the residual stream is there."""
+    def input_ready(self, layer: int, number: int) -> Errands | None:
+        """A projection's input is there; its product is queued next, and takes these errands along."""
 
-    def input_ready(self, layer: int, number: int, x: Tensor) -> None:
-        """A projection's input is there; its product is queued next."""
-
-    def of_reader(self, number: int) -> Tensor | None:
+    def of_reader(self, layer: int, number: int) -> Tensor | None:
         """What was added to a projection's outputs, or None; whoever reads it clears it."""
 
-    def of_state(self, position: int) -> Tensor | None:
-        """What was added to a state, or None; whoever reads it clears it."""
+    def of_state(self, position: int) -> Sequence[Tensor]:
+        """What was added to a state; whoever reads it clears it."""
 
     def end(self) -> None:
         """The step ends."""
@@ -74,7 +76,7 @@ class Step:
         self.logits = torch.zeros(config.vocabulary, dtype=model.head.dtype, device=device)
         self._states = torch.zeros(self._last + 1, config.hidden, device=device)
         self._embedded = torch.zeros(1, config.hidden, dtype=model.embedding.dtype, device=device)
-        # Inputs of sets that write to the stream are read by their refinement even layers later: one for each layer.
+        # Inputs are read by their refinement even layers later: one for each layer.
         self._inputs = [
             torch.zeros(config.layers, linear.inputs, dtype=linear.x_dtype, device=device) for linear in linears
         ]
@@ -82,6 +84,7 @@ class Step:
         self._final = torch.zeros(config.hidden, dtype=model.head.dtype, device=device)
         shapes = (config.heads, config.kv_heads, config.kv_heads)
         self._heads = [torch.zeros(n, config.head_dim, dtype=torch.float16, device=device) for n in shapes]
+        refining.bind(self._states, self._inputs)
 
     def run(self) -> None:
         """Queue the step."""
@@ -103,7 +106,7 @@ class Step:
         """The outputs of a set that reads the residual stream, after ``added`` went into it."""
         position = 2 * layer + (number == _GATE_UP)
         self._advance(position, norm, added, self._inputs[number][layer])
-        return self._multiply(layer, number, then=position)
+        return self._multiply(layer, number)
 
     def _advance(self, position: int, norm: Tensor, added: Tensor | None, x: Tensor) -> None:
         """The state at ``position`` and its norm."""
@@ -112,25 +115,23 @@ class Step:
         late, epsilon = self._refining.of_state(position), self.model.config.norm_epsilon
         self._lanes.run(MAIN, lambda early: add_norm(before, added, late, norm, after, x, epsilon, early=early))
 
-    def _multiply(self, layer: int, number: int, then: int | None = None) -> Tensor:
+    def _multiply(self, layer: int, number: int) -> Tensor:
         """A set's product with its input; refinement is queued first, since its few programs need a place to begin."""
         linear, x, y = self.model.layers[layer].linears[number], self._inputs[number][layer], self._outputs[number]
-        if then is not None:
-            self._refining.state_ready(then, self._states)
-        self._refining.input_ready(layer, number, x)
+        errands = self._refining.input_ready(layer, number)
         found: list[Tensor] = []
-        self._lanes.run(MAIN, lambda early: found.append(linear.multiply(x, y, early=early)))
+        self._lanes.run(MAIN, lambda early: found.append(linear.multiply(x, y, early=early, errands=errands)))
         return found[0] if found else y  # lanes that run later are for linears that write where they are told
 
     def _gate(self, layer: int, gate_up: Tensor) -> None:
         """The input of ``down``."""
-        late, x = self._refining.of_reader(_GATE_UP), self._inputs[_DOWN][layer]
+        late, x = self._refining.of_reader(layer, _GATE_UP), self._inputs[_DOWN][layer]
         self._lanes.run(MAIN, lambda early: gate(gate_up, late, x, early=early))
 
     def _mix(self, layer: int, qkv: Tensor) -> None:
         """Attention of this position, into the input of ``o``."""
         form, (queries, keys, values) = self._forms[layer], self._heads
-        late, out = self._refining.of_reader(_QKV), self._inputs[_O][layer]
+        late, out = self._refining.of_reader(layer, _QKV), self._inputs[_O][layer]
         self._lanes.run(
             MAIN, lambda early: split_heads(qkv, late, form, self.position, queries, keys, values, early=early)
         )

@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
 from strataflux.client import attach_block
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.runtime.cuda.block import DeviceBlock
+from strataflux.client.runtime.cuda.budget import Budget
 from strataflux.client.runtime.cuda.maps import DeviceMaps
 from strataflux.client.runtime.cuda.refined import DeviceDecoder
-from strataflux.client.runtime.cuda.refinement import Budget
 from strataflux.client.runtime.cuda.session import DeviceSession
 from strataflux.client.runtime.models import SETS
 from strataflux.kernels.cuda_build import CudaError
@@ -24,8 +24,8 @@ from strataflux.kernels.gpu.host_memory import Access
 from strataflux.proto import layout
 from strataflux.proto.store_format import open_store
 from tests.fakes.daemon import FakeDaemon
-from tests.fakes.device_model import emulated_model
-from tests.unit.client.runtime.cuda.test_step import CONTEXT, HALF, TOKENS, K, on_cpu, relative
+from tests.fakes.device_model import emulated_model, relative
+from tests.unit.client.runtime.cuda.test_step import CONTEXT, HALF, TOKENS, K, on_cpu
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes lanes that masks discard
 
@@ -210,6 +210,6 @@ def test_only_the_sessions_own_memory_is_asked_for_writable(
     monkeypatch.setattr(Registration, "close", lambda self: None)
     session, maps = session_with(driver, daemon, tmp_path)
     step(session)
-    writable = [page.address for page in maps._pages if getattr(page, "writable", False)]
+    writable = [page.address for page in maps._pages if page is not None and getattr(page, "writable", False)]
     assert writable == [int(session._block[attach_block.PAGE])]
     session.close()

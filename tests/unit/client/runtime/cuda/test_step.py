@@ -17,10 +17,11 @@ from strataflux.client.prepare.settings import PrepareSettings
 from strataflux.client.prepare.write import prepare
 from strataflux.client.runtime.cuda.attention import HalfCache
 from strataflux.client.runtime.cuda.block import DeviceBlock
+from strataflux.client.runtime.cuda.budget import Budget
 from strataflux.client.runtime.cuda.decoder import GraphDecoder
 from strataflux.client.runtime.cuda.pinned_store import PinnedStore, records_of
 from strataflux.client.runtime.cuda.refined import make_decoder
-from strataflux.client.runtime.cuda.refinement import Budget, Refinement
+from strataflux.client.runtime.cuda.refinement import Refinement
 from strataflux.client.runtime.cuda.sampling import Sampler
 from strataflux.client.runtime.cuda.step import Step
 from strataflux.client.runtime.decoder import ContextFull, Decoder
@@ -172,7 +173,7 @@ def counts() -> torch.Tensor:
     return drawn
 
 
-class NothingReadByTheHost(TorchDispatchMode):
+class NothingReadByTheHost(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Refuses what would end the capture of a graph: a number that the host waits for."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,7 +185,7 @@ class NothingReadByTheHost(TorchDispatchMode):
 def test_the_host_waits_for_no_number_while_a_token_is_chosen(temperature: float) -> None:
     sampler = Sampler(Sampling(temperature, 0.8, 3), CPU)
     logits, token = torch.tensor([1.0, 4.0, 3.0, -2.0]), torch.zeros(1, dtype=torch.int64)
-    with NothingReadByTheHost():
+    with NothingReadByTheHost():  # type: ignore[no-untyped-call, unused-ignore]
         sampler.choose(logits, token)
     assert int(token) in (1, 2)
 

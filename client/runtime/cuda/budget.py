@@ -1,0 +1,44 @@
+"""How much of what is refined on a device, and when."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from strataflux.client.errors import MisuseError
+from strataflux.client.runtime.models import SETS
+from strataflux.client.runtime.shifted import check_shift
+from strataflux.client.schemes import budgets_by_set
+
+__all__ = ["Budget"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Channels and shifts of each set.
+
+    Raises:
+        MisuseError: on construction: a budget or shift out of range, or for an unknown set.
+    """
+
+    k: Mapping[str, int]
+    """Channels per 1,024 of each set."""
+    shift: Mapping[str, float]
+    """Blocks of fetch lead or lag of each set."""
+    programs: int = 64
+    """Programs that refine in place: the more, the fuller the link and the fewer are left to projections."""
+    ordered: bool = False
+    """Add each output's records in list order: equal lists give equal bits, and the link is filled less well."""
+
+    def __post_init__(self) -> None:
+        budgets_by_set(self.k, "channels")
+        check_shift(self.shift)
+        if self.programs < 1:
+            raise MisuseError("programs", f"{self.programs}", "at least 1", "64 fill a link")
+
+    @classmethod
+    def common(cls, k: int, shift: float = 0.0, programs: int = 64) -> "Budget":
+        """The same for all sets."""
+        return cls(dict.fromkeys(SETS, k), dict.fromkeys(SETS, shift), programs)
+
+    def behind(self) -> list[int]:
+        """Positions of the residual stream that each set leads or lags by: two to a block."""
+        return [round(2 * self.shift[name]) for name in SETS]
