@@ -103,8 +103,17 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment that holds the wheel, and otherwise what it depends on."""
     folder = tmp_path_factory.mktemp("clean")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    wheel = next(built.glob("*.whl"))
-    command = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet", "--no-deps"]
+    wheel = str(next(built.glob("*.whl")))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(folder / "bin" / "python"),
+        "install",
+        "--quiet",
+        "--no-deps",
+    ]
     subprocess.run([*command, "--no-index", "--no-compile", "--disable-pip-version-check", wheel], check=True)
     # A line of a .pth file is searched, but .pth files there (an editable install) are not read.
     site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
@@ -114,7 +123,7 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_installed(installed: Path, place: Path, *words: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    command = [installed / words[0], *words[1:]]
+    command = [str(installed / words[0]), *words[1:]]
     return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=True).stdout
 
 
