@@ -41,6 +41,7 @@ from strataflux.client.runtime.cuda.pinned_store import PinnedStore, random_reco
 from strataflux.client.runtime.cuda.random_model import SHAPES, random_model
 from strataflux.client.runtime.cuda.refined import DeviceDecoder, make_decoder
 from strataflux.client.runtime.cuda.refinement import Refinement
+from strataflux.client.runtime.cuda.routes import Link
 from strataflux.client.runtime.cuda.sampling import Sampler
 from strataflux.client.runtime.cuda.step import Step
 from strataflux.client.runtime.generation import Sampling
@@ -107,6 +108,7 @@ def profile(rows: Rows) -> None:
         "base": (None, Budget.common(0)),
         "k 8, shift 0": (block, Budget.common(8)),
         "k 8, shift 1": (block, Budget.common(8, 1.0)),
+        "k 8, shift 1.5": (block, Budget.common(8, 1.5)),
     }
     for name, (shown, budget) in variants.items():
         decoder = make_decoder(model, 64, shown, budget)
@@ -133,22 +135,61 @@ def kernels(rows: Rows) -> None:
         rows.add("kernels", row.pop("name"), **row)
 
 
-def programs(rows: Rows) -> None:
-    """How many programs should read over the link while projections run, and what early starts are worth."""
+def routes(rows: Rows) -> None:
+    """What early starts are worth, how many programs should refine in place, and how errands are best spread."""
     config = SHAPES["llama-3.1-8b"]
     model, block = random_model(config, "4-bit", CUDA), DeviceBlock(CUDA)
     store = PinnedStore(store_sections(config), random_records(), block)
     store.wait()
+
+    def add(name: str, shown: DeviceBlock | None, budget: Budget, *, early: bool = True) -> None:
+        decoder = make_decoder(model, 64, shown, budget, early=early)
+        rows.add("routes", name, tokens_per_second=tokens_per_second(decoder, 64, 3))
+
     for early in (True, False):
-        rate = tokens_per_second(make_decoder(model, 64, None, Budget.common(0), early=early), 64, 3)
-        rows.add("programs", f"base, early {early}", tokens_per_second=rate)
-    for count in (8, 16, 32, 64, 128):
-        for shift in (0.0, 1.0):
-            rate = tokens_per_second(make_decoder(model, 64, block, Budget.common(8, shift, count)), 64, 3)
-            rows.add("programs", f"{count} programs, shift {shift}, k 8", tokens_per_second=rate)
-    rate = tokens_per_second(make_decoder(model, 64, block, Budget.common(8, 1.0), early=False), 64, 3)
-    rows.add("programs", "64 programs, shift 1.0, k 8, early False", tokens_per_second=rate)
+        add(f"base, early {early}", None, Budget.common(0), early=early)
+    for count in (32, 128):
+        add(f"in place by {count} programs, k 8", block, Budget.common(8, 0.0, count))
+    for shift in (1.0, 1.5, 2.0):
+        for k in (1, 4, 8, 12):
+            for link in (Link(1.0), Link(4.0), Link(2.0, pieces=2e3)):
+                budget = replace(Budget.common(k, shift), link=link)
+                add(f"shift {shift}, k {k}, {link}", block, budget)
+    add("early False, shift 1.5, k 8", block, Budget.common(8, 1.5), early=False)
     store.close()
+
+
+SANITIZED = (
+    "tests/kernels/test_gpu_errands.py", "tests/kernels/test_gpu_select.py", "tests/kernels/test_gpu_norm.py",
+    "tests/kernels/test_gpu_gate.py", "tests/kernels/test_gpu_heads.py", "tests/kernels/test_gpu_attention.py",
+    "tests/kernels/test_gpu_greedy.py", "tests/kernels/test_gpu_refine.py", "tests/kernels/test_gpu_fetch.py",
+)  # fmt: skip
+"""Tests of small operands: a checked kernel takes a hundred times as long."""
+
+
+def sanitizer(rows: Rows, limit: float) -> None:
+    """compute-sanitizer over kernel tests: accesses out of bounds or misaligned, and races in shared memory."""
+    if shutil.which("compute-sanitizer") is None:
+        rows.add("sanitizer", "skipped", reason="no compute-sanitizer on this machine")
+        return
+    # Each allocation by itself: beyond the end of a tensor within a pool there would be another tensor.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    for tool in ("memcheck", "racecheck"):
+        command = ["compute-sanitizer", "--tool", tool, "--print-limit", "20", sys.executable, "-m", "pytest", "-c",
+                   os.devnull, "--rootdir", ".", "--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-x",
+                   *SANITIZED]  # fmt: skip
+        began = time.monotonic()
+        with tempfile.TemporaryFile("w+") as told:
+            try:
+                code = subprocess.run(
+                    command, stdout=told, stderr=told, env=environment, timeout=min(limit, rows.left()), check=False
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = -1
+            told.seek(0)
+            lines = told.read().splitlines()
+        rows.add("sanitizer", tool, code=code, seconds=time.monotonic() - began, last=lines[-4:],
+                 said=[line for line in lines if line.startswith("=========")][:40])  # fmt: skip
 
 
 def prepared_model(rows: Rows, parts: list[Path], folder: Path) -> Path:
@@ -216,7 +257,6 @@ def generation(rows: Rows, folder: Path) -> None:
             "--runtime-dir",
             str(folder.parent),
         ),
-        "sampled": ("--device", "cuda", "--temperature", "0.8", "--top-p", "0.9", "--seed", "3"),
     }
     for name, words in cases.items():
         told(rows, name, strataflux("generate", str(folder), prompt, *few, *words, limit=rows.left()))
@@ -243,12 +283,26 @@ def told(rows: Rows, name: str, run: "subprocess.CompletedProcess[str]") -> None
     rows.add("generation", name, **values)
 
 
-def with_model(rows: Rows, parts: list[Path]) -> None:
+def sampled(rows: Rows, folder: Path) -> None:
+    """Tokens drawn on the GPU: the same from the same seed, others from another."""
+    words = ("generate", str(folder), "The capital of France is", "--max-tokens", "24", "--json", "--device", "cuda",
+             "--runtime-dir", str(folder.parent), "--temperature", "0.8", "--top-p", "0.9")  # fmt: skip
+    for seed in ("3", "3", "4"):
+        told(rows, f"sampled, seed {seed}", strataflux(*words, "--seed", seed, limit=rows.left()))
+
+
+def with_model(rows: Rows, parts: list[Path], chosen: Callable[[str], bool]) -> None:
     """What needs a real model; it is prepared first."""
     with tempfile.TemporaryDirectory() as folder:
         prepared = prepared_model(rows, parts, Path(folder))
-        rows.run("divergence", lambda: divergence(rows, prepared, Path(folder) / "model.gguf"))
-        rows.run("generation", lambda: generation(rows, prepared))
+        sections = {
+            "divergence": lambda: divergence(rows, prepared, Path(folder) / "model.gguf"),
+            "sampled": lambda: sampled(rows, prepared),
+            "generation": lambda: generation(rows, prepared),
+        }
+        for name, body in sections.items():
+            if chosen(name):
+                rows.run(name, body)
 
 
 def main() -> None:
@@ -259,30 +313,35 @@ def main() -> None:
     parser.add_argument("--model", type=Path, nargs="+", default=[])
     parser.add_argument("--only", nargs="+", default=[])
     options = parser.parse_args()
+
+    def chosen(name: str) -> bool:
+        return not options.only or name in options.only
+
     rows = Rows(options.out, options.seconds)
     torch.zeros(1, device="cuda")
     quick = DecodeSetup(bases=("4-bit",), rounds=3)
-    more = DecodeSetup(bases=("3-bit", "codebook-3"), baselines=False, shifts=(0.0, 1.0), budgets=(8,), rounds=3)
-    qwen = DecodeSetup(bases=("4-bit",), shifts=(0.0, 1.0), budgets=(8,), rounds=3)
+    more = DecodeSetup(bases=("3-bit", "codebook-3"), baselines=False, shifts=(0.0, 1.5), budgets=(8,), rounds=3)
+    qwen = DecodeSetup(bases=("4-bit",), shifts=(0.0, 1.5), budgets=(8,), rounds=3)
     sections: dict[str, Callable[[], None]] = {
         "environment": lambda: environment(rows),
         "lanes": lambda: lanes(rows),
         "decode": lambda: decode(rows, "llama-3.1-8b", quick),
         "profile": lambda: profile(rows),
-        "programs": lambda: programs(rows),
+        "routes": lambda: routes(rows),
         "kernels": lambda: kernels(rows),
         "tests": lambda: tests(rows),
         "decode more": lambda: decode(rows, "llama-3.1-8b", more),
         "decode qwen": lambda: decode(rows, "qwen3-8b", qwen),
+        "sanitizer": lambda: sanitizer(rows, 100.0),
     }  # fmt: skip
     if options.model:
         sections = {
             "environment": sections["environment"],
-            "model": lambda: with_model(rows, options.model),
+            "model": lambda: with_model(rows, options.model, chosen),
             **sections,
         }
     for name, body in sections.items():
-        if not options.only or name in options.only:
+        if chosen(name) or name == "model":
             rows.run(name, body)
 
 

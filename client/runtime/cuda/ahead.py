@@ -7,7 +7,7 @@ from torch import Tensor
 from strataflux.client.runtime.cuda.budget import Budget
 from strataflux.client.runtime.cuda.model import DeviceModel
 from strataflux.client.runtime.cuda.records import Records
-from strataflux.client.runtime.cuda.routes import Route, link_pieces, plan_routes, ring_size
+from strataflux.client.runtime.cuda.routes import Route, plan_routes, ring_size
 from strataflux.client.runtime.models import SETS
 from strataflux.kernels.gpu.errands import Add, Errand, Errands, Fetch, Select
 from strataflux.kernels.gpu.fetch import Staging
@@ -25,7 +25,7 @@ class Ahead:
         self._model, self._records = model, records
         self._rings = _rings(model, budget)
         pieces = {number: ring[0].pieces for number, ring in self._rings.items()}
-        capacity = [link_pieces(linear.bytes) for linear in model.layers[0].linears]
+        capacity = [budget.link.beside(linear.bytes) for linear in model.layers[0].linears]
         routes = plan_routes(model.config.layers, budget.behind(), pieces, capacity)
         self._routes = {(one.layer, one.number): one for one in routes}
         self._errands: dict[int, Errands] = {}

@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from strataflux.client.errors import MisuseError
+from strataflux.client.runtime.cuda.routes import Link
 from strataflux.client.runtime.models import SETS
 from strataflux.client.runtime.shifted import check_shift
 from strataflux.client.schemes import budgets_by_set
 
 __all__ = ["Budget"]
+
+_LINK: Final = Link()
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,11 @@ class Budget:
     programs: int = 64
     """Programs that refine in place: the more, the fuller the link and the fewer are left to projections."""
     ordered: bool = False
-    """Add each output's records in list order: equal lists give equal bits, and the link is filled less well."""
+    """What is refined in place adds each output's records in list order: equal lists give equal bits, and the link is
+    filled less well. What is fetched ahead always does.
+    """
+    link: Link = _LINK
+    """What is taken to be brought beside each product."""
 
     def __post_init__(self) -> None:
         budgets_by_set(self.k, "channels")

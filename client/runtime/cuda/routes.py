@@ -17,15 +17,26 @@ refined beside the launches, and its consumer waits.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["Part", "Route", "link_pieces", "plan_routes", "ring_size"]
+__all__ = ["Link", "Part", "Route", "plan_routes", "ring_size"]
 
 _SETS: Final = 4
 _LEAST: Final = 1024
 """Pieces: less is not worth an errand of its own, unless it is due."""
-_START_MICROSECONDS, _PRODUCT_BYTES, _LINK_PIECES = 2.0, 3.5e6, 3e3
-"""Of a product, and a microsecond's bytes of weights and 16-byte pieces of a link: an H200's (docs/PERFORMANCE.md). On
-another device only their proportions matter.
-"""
+
+
+class Link(NamedTuple):
+    """How much a link brings meanwhile; defaults are an H200's (docs/PERFORMANCE.md)."""
+
+    start_microseconds: float = 2.0
+    """Of a product's time, what is lost to a fetch beside it: it begins late, and ends with an answer."""
+    weight_bytes: float = 3.5e6
+    """That a product reads in a microsecond."""
+    pieces: float = 3e3
+    """Of 16 bytes, that the link brings in a microsecond."""
+
+    def beside(self, product_bytes: int) -> int:
+        """Pieces that can be fetched while a product reads so many bytes of weights."""
+        return max(0, int((product_bytes / self.weight_bytes - self.start_microseconds) * self.pieces))
 
 
 class Part(NamedTuple):
@@ -48,12 +59,6 @@ class Route(NamedTuple):
     select: int
     parts: tuple[Part, ...]
     add: int
-
-
-def link_pieces(product_bytes: int) -> int:
-    """How many pieces can be fetched while a product reads so many bytes of weights."""
-    microseconds = product_bytes / _PRODUCT_BYTES - _START_MICROSECONDS  # errands begin late, and end with an answer
-    return max(0, int(microseconds * _LINK_PIECES))
 
 
 def plan_routes(layers: int, behind: Sequence[int], pieces: Mapping[int, int], capacity: Sequence[int]) -> list[Route]:

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 
-from strataflux.client.runtime.cuda.routes import Route, link_pieces, plan_routes, ring_size
+from strataflux.client.runtime.cuda.routes import Link, Route, plan_routes, ring_size
 
 PIECES = {0: 6144, 1: 4096, 2: 28672, 3: 14336}
 CAPACITY = (5000, 1600, 48000, 20000)
@@ -76,5 +76,6 @@ def test_no_more_is_fetched_beside_a_product_than_the_link_brings() -> None:
 
 
 def test_a_longer_product_leaves_more_time_to_the_link() -> None:
-    assert link_pieces(0) == link_pieces(7_000_000) == 0
-    assert link_pieces(62_000_000) == pytest.approx(47_000, rel=0.02)
+    link = Link(start_microseconds=2.0, weight_bytes=3e6, pieces=3000.0)
+    assert link.beside(0) == link.beside(6_000_000) == 0
+    assert link.beside(60_000_000) == 54_000
