@@ -18,8 +18,8 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Coroutine
-from typing import Any, Final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
 
 from strataflux.daemon.access import Peer, peer_of, pidfd_of
 from strataflux.daemon.admission import Admission
@@ -28,16 +28,19 @@ from strataflux.daemon.errors import DaemonError, Refusal
 from strataflux.daemon.interface import OpenedSession, Reader, SessionRequest
 from strataflux.daemon.notices import SegmentNotices
 from strataflux.daemon.quotas import Holder
+from strataflux.daemon.refusals import limit_of, message_of
 from strataflux.proto import layout, messages
 from strataflux.proto.errors import ContractError, MessageError
 
 __all__ = ["AttachServer", "State"]
 
 _LOG: Final = logging.getLogger(__name__)
-_TEXT_MAX: Final = 2_000
 _PENDING_SHARE: Final = 2
 """Connections allowed for each session allowed: enough to be told the reason of a refusal, and bounded."""
 _RETRY_SECONDS: Final = 1.0
+_SETTLE_SECONDS: Final = 0.002
+
+T = TypeVar("T")
 
 
 class State(enum.Enum):
@@ -192,6 +195,7 @@ class _Connection:
         self._socket = connected
         self._pidfd = pidfd_of(connected, peer)
         self._loop = asyncio.get_running_loop()
+        self._calls = asyncio.Lock()
         # event loop only
         self.state = State.WAITING
         self.request: SessionRequest | None = None
@@ -233,7 +237,7 @@ class _Connection:
             return
         self._server.counters.refused[refusal.code] += 1
         _LOG.info("attach: uid %d, process %d refused: %s", self.peer.uid, self.peer.pid, refusal)
-        self.send(_refuse(refusal))
+        self.send(message_of(refusal))
         self.close("malformed" if refusal.code == "malformed" else "hang_up")
 
     def close(self, cause: str) -> None:
@@ -312,7 +316,7 @@ class _Connection:
             opened = await asyncio.to_thread(self._server.reader.open_session, request)
         except (DaemonError, ContractError) as error:
             _LOG.warning("attach: no session for process %d: %s", self.peer.pid, error)
-            self._end_opening(error if isinstance(error, Refusal) else _limit(error))
+            self._end_opening(limit_of(error))
             return
         except Exception:
             # A fault of ours; the client must not wait for it.
@@ -343,17 +347,27 @@ class _Connection:
         answer: messages.Message
         try:
             if isinstance(message, messages.KvReserve):
-                ranges = await asyncio.to_thread(reader.grant_blocks, index, message.blocks)
+                ranges = await self._call(reader.grant_blocks, index, message.blocks)
                 answer = messages.KvReserved(message.request, ranges)
             else:
-                await asyncio.to_thread(reader.release_blocks, index, message.ranges)
+                settled = await self._call(reader.release_blocks, index, message.ranges)
+                while not await self._call(settled):
+                    await asyncio.sleep(_SETTLE_SECONDS)
                 answer = messages.KvReleased(message.request)
         except Refusal as refusal:
-            answer = _refuse(refusal, message.request)
+            answer = message_of(refusal, message.request)
         except (DaemonError, OSError) as error:
-            answer = _refuse(Refusal("quota", "kv", str(error), "blocks", "see the log of the daemon"), message.request)
+            failed = Refusal("quota", "kv", str(error), "blocks", "see the log of the daemon")
+            answer = message_of(failed, message.request)
         if self.state is State.ATTACHED:
             self.send(answer)
+
+    async def _call(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Have a thread ask the reader about this session, unless that has ended. No client may hold more than one."""
+        async with self._calls:
+            if self.state is State.CLOSED:
+                raise Refusal("limit", "session", "one that has ended", "one that lives", "attach again")
+            return await asyncio.to_thread(call, *arguments)
 
     def _end_opening(self, refusal: Refusal) -> None:
         self.request = None
@@ -365,7 +379,8 @@ class _Connection:
 
     async def _free(self, index: int) -> None:
         with contextlib.suppress(DaemonError):  # a reader that died holds nothing any more
-            await asyncio.to_thread(self._server.reader.close_session, index)
+            async with self._calls:  # what was asked by its index comes before another session may have that
+                await asyncio.to_thread(self._server.reader.close_session, index)
         self._server.forget(self)
 
     def _welcome(self, opened: OpenedSession) -> messages.Welcome:
@@ -382,12 +397,3 @@ class _Connection:
             engine=reader.engine,
             direct_io=reader.direct_io,
         )
-
-
-def _limit(error: DaemonError | ContractError) -> Refusal:
-    return Refusal("limit", error.subject, error.found, error.expected, error.remedy)
-
-
-def _refuse(refusal: Refusal, request: int = 0) -> messages.Refuse:
-    found = f"{refusal.subject}: {refusal.found}"[:_TEXT_MAX]
-    return messages.Refuse(refusal.code, found, refusal.expected[:_TEXT_MAX], refusal.remedy[:_TEXT_MAX], request)

@@ -4,7 +4,7 @@ Attach, control, metrics and the server's life are written against :class:`Reade
 compiled code, and a start that fails early does not pay for importing it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -143,8 +143,10 @@ class Reader(Protocol):
     def grant_blocks(self, index: int, count: int) -> list[list[int]]:
         """KV block ids for a session, as [first, count] ranges. Thread-safe. Raises Refusal."""
 
-    def release_blocks(self, index: int, ranges: list[list[int]]) -> None:
-        """Take KV blocks back; blocks until nothing names them (a step, a write). Thread-safe. Raises Refusal."""
+    def release_blocks(self, index: int, ranges: list[list[int]]) -> Callable[[], bool]:
+        """Begin to take KV blocks back; what is returned says whether nothing names them any more (a step, a write),
+        and is to be called until it does. Both are thread-safe, return at once, and raise Refusal.
+        """
 
     def snapshot(self) -> Stats:
         """Thread-safe, at any time between start and stop; never stops the reader."""

@@ -30,8 +30,6 @@ from strataflux.proto.errors import SegmentError
 
 __all__ = ["EngineFactory", "ReaderSettings", "ReaderThread", "make_engine"]
 
-_SETTLE_SECONDS = 0.002
-
 T = TypeVar("T")
 
 _DRAIN_WAIT_US = 10_000  # for one completion; the loop goes on until there are none to come
@@ -186,16 +184,15 @@ class ReaderThread:
         """
         return self.execute(lambda: grants.grant(self._tier, index, count))
 
-    def release_blocks(self, index: int, ranges: list[list[int]]) -> None:
-        """Take KV blocks back; returns when nothing names or reads them any more. Blocks for a step or a write.
+    def release_blocks(self, index: int, ranges: list[list[int]]) -> Callable[[], bool]:
+        """Begin to take KV blocks back. The answer says whether no step, read or write holds them any more; it is to be
+        asked, from any thread, until it says so.
 
         Raises:
-            Refusal: it has no KV, or the ranges are not granted blocks.
+            Refusal: it has no KV, or the ranges are not granted blocks. The answer: the session has ended.
         """
-        while not self.execute(lambda: grants.place_of(self._tier, index).give_back(ranges)):
-            time.sleep(_SETTLE_SECONDS)
-        while not self.execute(lambda: grants.place_of(self._tier, index).settled_blocks(ranges)):
-            time.sleep(_SETTLE_SECONDS)
+        release = self.execute(lambda: grants.Release(self._tier, index, ranges))
+        return lambda: self.execute(release.settled)
 
     def set_tenants(self, tenants: Sequence[TenantConfig]) -> None:
         """These are the tenants from now on; sessions of others belong to everybody else."""

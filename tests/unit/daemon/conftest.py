@@ -122,8 +122,8 @@ class FakeReader:
     def grant_blocks(self, index: int, count: int) -> list[list[int]]:
         raise Refusal("unsupported", "kv", f"session {index}", "one with KV", "say it in hello")
 
-    def release_blocks(self, index: int, ranges: list[list[int]]) -> None:
-        self.grant_blocks(index, len(ranges))
+    def release_blocks(self, index: int, ranges: list[list[int]]) -> Callable[[], bool]:
+        raise Refusal("unsupported", "kv", f"session {index}", "one with KV", "say it in hello")
 
     def snapshot(self) -> Stats:
         if self.stats.sessions or not self.open:

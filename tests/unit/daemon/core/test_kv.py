@@ -219,7 +219,7 @@ def test_released_blocks_are_absent_and_can_be_granted_again(reader: ReaderThrea
     kv.put(0, 3, old)
     kv.request([3 * 192])
     until(lambda: kv.entry(3 * 192) != 0, "never came")
-    reader.release_blocks(kv.index, [[3, 1]])
+    until(reader.release_blocks(kv.index, [[3, 1]]), "never settled")
     assert all(kv.entry(3 * 192 + i) == 0 for i in range(192))
     assert reader.grant_blocks(kv.index, 1) == [[3, 1]]
     assert kv.put(1, 3, new) == layout.PUT_ACCEPTED
@@ -233,6 +233,24 @@ def test_release_of_what_is_not_ours_is_refused(reader: ReaderThread, kv: Kv, ra
     reader.grant_blocks(kv.index, 2)
     with pytest.raises(Refusal):
         reader.release_blocks(kv.index, ranges)
+
+
+def test_a_release_outlived_by_its_session_leaves_the_next_one_alone(reader: ReaderThread) -> None:
+    first = Kv(reader)
+    reader.grant_blocks(first.index, 2)
+    settled = reader.release_blocks(first.index, [[0, 1]])
+    first.close_fds()
+    reader.close_session(first.index)
+    until(lambda: not reader._tier.closing, "the place was never freed")
+    second = Kv(reader)
+    assert second.index == first.index
+    assert reader.grant_blocks(second.index, 2) == [[0, 2]]
+    before = second.states(), list(second.place._free_blocks)
+    with pytest.raises(Refusal, match="ended"):
+        settled()
+    assert (second.states(), second.place._free_blocks) == before
+    second.close_fds()
+    reader.close_session(second.index)
 
 
 def test_a_session_leaves_nothing_and_the_place_is_free_again(reader: ReaderThread) -> None:

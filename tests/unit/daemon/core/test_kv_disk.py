@@ -103,7 +103,7 @@ def test_a_full_disk_stops_puts_and_nothing_else(disk: Disk) -> None:
     kv.request([192])  # of the block that was lost
     until(lambda: int(kv.core.sessions[kv.index]["invalid"]) == invalid + 1, "not counted")
     # Space comes back with blocks that are given back.
-    disk.reader.release_blocks(kv.index, [[1, 2]])
+    until(disk.reader.release_blocks(kv.index, [[1, 2]]), "never settled")
     disk.reader.grant_blocks(kv.index, 1)
     granted = next(number for number, state in enumerate(kv.states()) if state == BLOCK_GRANTED)
     assert kv.put(3, granted, block_bytes(34)) == layout.PUT_ACCEPTED
@@ -130,14 +130,13 @@ def test_a_block_given_back_while_it_is_read_is_free_when_the_read_has_ended(dis
     disk.go.clear()
     kv.request([0, 100])
     assert disk.held.wait(WATCHDOG_SECONDS)
-    release = threading.Thread(target=disk.reader.release_blocks, args=(kv.index, [[0, 1]]))
-    release.start()
-    until(lambda: kv.states()[0] == 0, "the block was never taken back")
-    disk.reader.echo()
-    assert release.is_alive()
+    settled = disk.reader.release_blocks(kv.index, [[0, 1]])
+    assert kv.states()[0] == 0
+    assert not settled()
     assert not kv.place._free_blocks  # its id is nobody's while its old bytes are on their way
     disk.go.set()
-    release.join(WATCHDOG_SECONDS)
+    until(settled, "never settled")
+    assert settled()
     assert (kv.entry(0), kv.entry(100), kv.place._free_blocks) == (0, 0, [0])
     other = block_bytes(38)
     disk.reader.grant_blocks(kv.index, 1)
