@@ -8,6 +8,7 @@ from pathlib import Path
 from strataflux.daemon.config import Config
 from strataflux.daemon.kv import KvSettings
 from strataflux.daemon.reader_thread import ReaderSettings, ReaderThread
+from strataflux.daemon.served import rule_of
 from strataflux.daemon.store import Store, open_served
 from strataflux.daemon.warm_up import warm_up
 
@@ -23,9 +24,8 @@ def open_stores(config: Config) -> list[Store]:
     opened: list[Store] = []
     try:
         for store in config.stores:
-            rule = (store.share, store.allow_uids, store.allow_groups)
             direct_io = config.reader.direct_io
-            opened.append(open_served(store.path, direct_io=direct_io, preload=store.preload, rule=rule))
+            opened.append(open_served(store.path, direct_io=direct_io, preload=store.preload, rule=rule_of(store)))
     except BaseException:
         for done in opened:
             done.close()

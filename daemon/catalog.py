@@ -120,12 +120,20 @@ class Catalog(Generic[S]):
                 await self._save()
             return digest
 
-    async def remove(self, index: int, reason: str) -> int:
-        """Serve a store no more; how many sessions were told to attach again."""
+    async def remove(self, entry: Served[S], reason: str) -> int:
+        """Serve a store no more; how many sessions were told to attach again.
+
+        Raises:
+            NotServed: it is not served any more, whoever has its index by now.
+        """
         async with self._lock:
-            was_added = self.served[index].added
+            index = next((index for index, other in self.served.items() if other is entry), None)
+            if index is None:
+                raise NotServed(
+                    entry.config.path, "one that was just removed", "a served store", "nothing is left to do"
+                )
             told = await self._remove(index, reason)
-            if was_added:
+            if entry.added:
                 await self._save()
             return told
 
@@ -139,7 +147,7 @@ class Catalog(Generic[S]):
         """Serve those stores of a configuration that was read again which are not served yet, all or none.
 
         Raises:
-            DaemonError, ContractError: of the first that cannot be served.
+            DaemonError, ContractError, OSError: of the first that cannot be served.
         """
         async with self._lock:
             held = {entry.config.path for entry in self.served.values()}
@@ -149,7 +157,7 @@ class Catalog(Generic[S]):
                     if settings.path not in held:
                         await self._add(settings, added=False)
                         come.append(settings.path)
-            except (DaemonError, ContractError):
+            except (DaemonError, ContractError, OSError):
                 for path in come:
                     await self._remove(self._index_of(path), "the configuration was not taken")
                 raise
@@ -159,8 +167,8 @@ class Catalog(Generic[S]):
         absent; what of its settings waits for a restart.
 
         Raises:
-            DaemonError, ContractError: of the first whose files are not as they should be; it is served as it was, and
-                the others are up to date.
+            DaemonError, ContractError, OSError: of the first whose files are not as they should be; it is served as it
+                was, and the others are up to date.
         """
         async with self._lock:
             paths, failed = {settings.path for settings in wanted}, None
@@ -170,13 +178,14 @@ class Catalog(Generic[S]):
             for index in self.served:
                 try:
                     await self._renew(index)
-                except (DaemonError, ContractError) as error:
+                except (DaemonError, ContractError, OSError) as error:
                     failed = failed or error
             await self._look_for_absent()
             if failed is not None:
                 raise failed
             named = {entry.config.path: entry.config for entry in self.served.values()}
-            return [f"settings of {settings.path}" for settings in wanted if named[settings.path] != settings]
+            # An administrator may have removed one since it was added.
+            return [f"settings of {one.path}" for one in wanted if named.get(one.path, one) != one]
 
     def _index_of(self, path: Path) -> int:
         return next(index for index, entry in self.served.items() if entry.config.path == path)
@@ -225,7 +234,7 @@ class Catalog(Generic[S]):
         for settings in list(self.absent.values()):
             try:
                 await self._add(settings, added=True)
-            except (DaemonError, ContractError) as error:
+            except (DaemonError, ContractError, OSError) as error:
                 _LOG.warning("%s was added and still cannot be served: %s", settings.path, error)
 
     async def _save(self) -> None:

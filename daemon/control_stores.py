@@ -1,6 +1,7 @@
 """Methods of the control plane that change which stores are served; for administrators."""
 
 import asyncio
+import contextlib
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -43,13 +44,16 @@ class StoreMethods:
         """Serve a store no more.
 
         Raises:
-            NotServed, ConfigError: by cause; nothing was changed.
+            NotServed, ConfigError: by cause; nothing was changed. OSError: its files cannot be deleted; it is served no
+                more.
         """
-        if request.store in self._catalog.absent:
+        if (absent := self._catalog.absent.get(request.store)) is not None:
             await asyncio.shield(self._catalog.forget(request.store))
+            if request.delete_files:
+                with contextlib.suppress(FileNotFoundError):  # it may be absent because nothing is there
+                    await asyncio.to_thread(shutil.rmtree, absent.path)
             return control_pb2.RemoveStoreResponse()
-        index = self._catalog.find(request.store)
-        entry = self._catalog.served[index]
+        entry = self._catalog.served[self._catalog.find(request.store)]
         if request.delete_files and not self._folder().holds(entry.config.path):
             raise ConfigError(
                 "delete_files",
@@ -57,7 +61,7 @@ class StoreMethods:
                 f"a store in {self._folder().path}",
                 "remove its files by hand, when it is served no more",
             )
-        told = await asyncio.shield(self._catalog.remove(index, "an administrator removed the store"))
+        told = await asyncio.shield(self._catalog.remove(entry, "an administrator removed the store"))
         if request.delete_files:
             await asyncio.to_thread(shutil.rmtree, entry.config.path)
         return control_pb2.RemoveStoreResponse(digest=entry.store.manifest.identity_digest, sessions=told)

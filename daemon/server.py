@@ -1,8 +1,8 @@
 """The service's life: ``startup``, ``serve`` with its ``on_tick``, ``drain``, ``close``, in this order.
 
 The first signal (or a Drain call) ends ``serve`` and drains; the second ends the drain. SIGHUP reloads: see
-:meth:`Server.reload`. Whatever was started is closed
-in the opposite order, also when the start failed half-way. Only ``__main__`` exits.
+:meth:`Server.reload`. Whatever was started is closed in the opposite order, also when the start failed half-way. Only
+``__main__`` exits.
 """
 
 import asyncio
@@ -143,7 +143,7 @@ class Server(Generic[S]):
             self.config, later = merge(self.config, wanted)
             await self._apply()
             later += await self._catalog.follow(wanted.stores)
-        except (DaemonError, ContractError) as error:
+        except (DaemonError, ContractError, OSError) as error:
             self._reloads.failed()
             _LOG.error("reload: %s", error)
             self.health.set_reason("config", f"the last reload failed: {error}")

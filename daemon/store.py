@@ -57,12 +57,17 @@ def open_served(folder: Path, *, direct_io: str, preload: bool = False, rule: Ha
     Raises:
         StoreError: by cause, see :mod:`strataflux.proto.errors`.
         DirectIoUnavailable: ``direct_io`` is ``require`` and the file system refuses direct reads.
+        OSError: its records cannot be opened, or the device fails. Nothing is left open by any of these.
     """
     manifest = open_store(folder)
     checksums = load_checksums(manifest)
     path = manifest.records_path
     buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    direct, alignment = (-1, 1) if direct_io == "off" else _open_direct(path)
+    try:
+        direct, alignment = (-1, 1) if direct_io == "off" else _open_direct(path)
+    except BaseException:
+        os.close(buffered)
+        raise
     if direct_io == "require":
         os.close(buffered)
         buffered = -1

@@ -1,6 +1,8 @@
 """Changes of what is served: all or nothing, sessions told, and remembered where it was an administrator who asked."""
 
 import asyncio
+import errno
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +13,11 @@ import pytest
 from strataflux.daemon.admission import Admission
 from strataflux.daemon.catalog import Catalog
 from strataflux.daemon.config import AttachConfig, Config, StoreConfig
+from strataflux.daemon.control_stores import StoreMethods
 from strataflux.daemon.errors import AlreadyServed, NotServed, Refusal
 from strataflux.daemon.served import accesses_of
 from strataflux.daemon.store_folder import StoreFolder
+from strataflux.proto import control_pb2
 from strataflux.proto.errors import StoreMissing
 from strataflux.proto.messages import Reattach, Refuse, StoreRef, Welcome
 from tests.unit.daemon.conftest import CACHE_BYTES, Bench, FakeStore, fake_store
@@ -100,7 +104,7 @@ async def test_sessions_of_a_store_that_goes_are_told_and_newcomers_refused(kit:
     ref = StoreRef(kit.disk[kit.folder.path / "b"].manifest.identity_digest, {"weights": "b"})
     assert isinstance(await staying.ask(bench.hello()), Welcome)
     assert isinstance(await leaving.ask(bench.hello(stores=[ref])), Welcome)
-    assert await kit.catalog.remove(kit.catalog.find("b"), "it is old") == 1
+    assert await kit.catalog.remove(kit.catalog.served[kit.catalog.find("b")], "it is old") == 1
     heard = await leaving.hear()
     assert isinstance(heard, Reattach)
     assert heard.reason == "it is old"
@@ -121,7 +125,7 @@ async def test_a_session_in_the_making_is_waited_for(kit: Kit) -> None:
     async with asyncio.timeout(60):
         while not bench.server.holds(0):
             await asyncio.sleep(0)
-    removing = asyncio.create_task(kit.catalog.remove(0, "gone"))
+    removing = asyncio.create_task(kit.catalog.remove(kit.catalog.served[0], "gone"))
     while kit.catalog.served:
         await asyncio.sleep(0)
     assert "remove(0)" not in bench.reader.calls
@@ -130,6 +134,17 @@ async def test_a_session_in_the_making_is_waited_for(kit: Kit) -> None:
     assert isinstance(await client.hear(), Welcome)
     assert isinstance(await client.hear(), Reattach)
     assert bench.reader.calls[-1] == "remove(0)"
+
+
+async def test_a_store_that_took_the_index_of_a_removed_one_stays(kit: Kit) -> None:
+    """Two administrators remove one store, and a third adds another in between."""
+    await kit.catalog.add(kit.make("b"), added=True)
+    entry = kit.catalog.served[1]
+    await kit.catalog.remove(entry, "the first")
+    kit.catalog.served = {**kit.catalog.served, 1: replace(entry, config=kit.make("c"))}
+    with pytest.raises(NotServed):
+        await kit.catalog.remove(entry, "the second")
+    assert kit.names() == ["c", "store"]
 
 
 async def test_a_configuration_is_followed(kit: Kit) -> None:
@@ -151,6 +166,29 @@ async def test_a_configuration_with_a_store_that_is_not_there_changes_nothing(ki
         await kit.catalog.add_all([kit.make("b"), StoreConfig(kit.folder.path / "missing")])
     assert kit.names() == ["store"]
     assert kit.bench.reader.calls[-1] == "remove(1)"
+
+
+async def test_a_store_of_the_configuration_that_was_removed_meanwhile_does_not_stop_a_reload(kit: Kit) -> None:
+    b = kit.make("b")
+    await kit.catalog.add_all([*kit.config.stores, b])
+    await kit.catalog.remove(kit.catalog.served[kit.catalog.find("b")], "not wanted")
+    assert await kit.catalog.follow([*kit.config.stores, b]) == []
+
+
+async def test_files_that_cannot_be_opened_roll_a_reload_back(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as for want of descriptors: no error of ours."""
+    b, c = kit.make("b"), kit.make("c")
+    opened = kit.catalog._open_stores
+
+    def scarce(config: Config) -> list[FakeStore]:
+        if config.stores == (c,):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return list(opened(config))
+
+    monkeypatch.setattr(kit.catalog, "_open_stores", scarce)
+    with pytest.raises(OSError, match="open files"):
+        await kit.catalog.add_all([*kit.config.stores, b, c])
+    assert kit.names() == ["store"]
 
 
 async def test_one_store_that_is_damaged_keeps_no_other_from_its_new_generation(
@@ -191,6 +229,17 @@ async def test_what_is_absent_is_remembered_looked_for_and_forgotten_when_told(k
     kit.make("lost")
     assert await kit.catalog.follow(kit.config.stores) == []
     assert (kit.names(), kit.catalog.absent) == (["b", "lost", "store"], {})
+
+
+async def test_files_of_what_is_absent_go_when_that_is_asked_for(kit: Kit) -> None:
+    names = ("damaged", "nowhere")
+    kit.folder.save_added([StoreConfig(kit.folder.path / name) for name in names])
+    (kit.folder.path / "damaged").mkdir()
+    kit.begin()
+    for name in names:
+        await StoreMethods(kit.catalog).remove(control_pb2.RemoveStoreRequest(store=name, delete_files=True))
+    assert not (kit.folder.path / "damaged").exists()
+    assert list(kit.folder.load_added()) == []
 
 
 @pytest.mark.parametrize("name", [lambda d: d, lambda d: d[:6], lambda d: "store"])
