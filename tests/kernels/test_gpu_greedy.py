@@ -8,11 +8,12 @@ pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
 from strataflux.kernels.gpu.greedy import GreedyScratch, take_largest
 
 
-@pytest.mark.parametrize("width", [1, 1000, 3 * 1024, 70_001])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(1, torch.float16), (1000, torch.float32), (3 * 1024, torch.bfloat16), (70_001, torch.float16)]
+)
 def test_it_is_the_first_of_the_largest(width: int, dtype: torch.dtype, device: torch.device) -> None:
     scratch, token = GreedyScratch(device), torch.zeros(1, dtype=torch.int64, device=device)
-    for seed in range(3):
+    for seed in range(2):
         logits = torch.randn(width, generator=torch.Generator().manual_seed(seed)).to(dtype) - 20 * (seed == 1)
         first = int((logits == logits.max()).nonzero()[0])
         take_largest(logits.to(device), token, scratch)
