@@ -151,8 +151,8 @@ def routes(rows: Rows) -> None:
     for count in (32, 128):
         add(f"in place by {count} programs, k 8", block, Budget.common(8, 0.0, count))
     for shift in (1.0, 1.5, 2.0):
-        for k in (1, 4, 8, 12):
-            for link in (Link(1.0), Link(4.0), Link(2.0, pieces=2e3)):
+        for k in (4, 8, 12):
+            for link in (Link(1.0), Link(4.0)):
                 budget = replace(Budget.common(k, shift), link=link)
                 add(f"shift {shift}, k {k}, {link}", block, budget)
     add("early False, shift 1.5, k 8", block, Budget.common(8, 1.5), early=False)
