@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -14,15 +15,17 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from tokenizers import Tokenizer
 
+from strataflux.client.errors import StrataFluxError
 from strataflux.client.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from strataflux.client.serve.chat import ChatRenderer
 from strataflux.client.serve.engine import Engine, Event, Failed, Finished, Job, Piece, Work
 from strataflux.client.serve.errors import RequestError, as_request_error
 from strataflux.client.serve.guard import check_host, check_key
-from strataflux.client.serve.schemas import Settings, read_chat_request, read_completion_request
+from strataflux.client.serve.schemas import Message, Settings, read_chat_request, read_completion_request
 
 __all__ = ["Api", "Service", "make_app"]
 
+_LOG: Final = logging.getLogger(__name__)
 _MOST_BODY_BYTES: Final = 4 << 20
 _COMPLETION_TOKENS: Final = 16
 """OpenAI's default of ``max_tokens`` where it is no chat."""
@@ -113,7 +116,8 @@ class Api:
         """Go on from a prompt."""
         asked = read_completion_request(await _read_json(request))
         self._check_model(asked.settings.model)
-        tokens = self._encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+        given = asked.prompt
+        tokens = await asyncio.to_thread(self._encode, given) if isinstance(given, str) else given
         work = self._work(tokens, asked.settings, "prompt", _COMPLETION_TOKENS)
         return await self._answer(request, work, asked.settings, CompletionAnswer)
 
@@ -128,8 +132,7 @@ class Api:
                 "a model with one",
                 "use /v1/completions, or serve with --chat-template",
             )
-        text = self._service.chat.render(asked.messages)
-        tokens = tuple(self._service.tokenizer.encode(text, add_special_tokens=False).ids)
+        tokens = await asyncio.to_thread(self._encode_chat, self._service.chat, asked.messages)
         work = self._work(tokens, asked.settings, "messages", self._service.context)
         return await self._answer(request, work, asked.settings, ChatAnswer)
 
@@ -151,8 +154,13 @@ class Api:
                 code="model_not_found",
             )  # fmt: skip
 
+    # These two are called in threads: megabytes of text take seconds, in which streams of others would stand still.
+
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._service.tokenizer.encode(text).ids)
+
+    def _encode_chat(self, chat: ChatRenderer, messages: Sequence[Message]) -> tuple[int, ...]:
+        return tuple(self._service.tokenizer.encode(chat.render(messages), add_special_tokens=False).ids)
 
     def _work(self, tokens: tuple[int, ...], settings: Settings, field: str, most: int) -> Work:
         """Check that prompt and answer fit; ``most`` tokens unless the request says how many.
@@ -279,6 +287,8 @@ def _event(value: object) -> str:
 
 
 def _refusal(error: Exception) -> Response:
+    if not isinstance(error, StrataFluxError):  # its message sends the reader to the log
+        _LOG.error("a request failed", exc_info=error)
     refused = as_request_error(error)
     headers = {"Retry-After": "1"} if refused.status in (429, 503) else {}
     return JSONResponse(refused.to_json(), refused.status, headers)

@@ -256,6 +256,7 @@ class Engine:
             self._end(running, running.finished(stop.value, self._counts))
         except Exception as error:
             _LOG.exception("a request failed")
+            self._counts = self._model.counts()  # what it looked up is nobody else's
             self._end(running, Failed(error))
         else:
             self._counts = self._model.counts()

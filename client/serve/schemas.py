@@ -4,7 +4,6 @@ A field that would change the answer and is not supported is refused, never igno
 answer pass, and so do unsupported ones at the value that means "off".
 """
 
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,7 +130,7 @@ def _prompt(found: object) -> str | tuple[int, ...]:
     if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str | list):
         found = found[0]
     if isinstance(found, str):
-        return found
+        return _text("prompt", found)
     if isinstance(found, list) and found and all(type(token) is int and token >= 0 for token in found):
         return tuple(found)
     raise _wrong("prompt", found, "one text, or one list of tokens")
@@ -149,7 +148,16 @@ def _message(number: int, value: object) -> Message:
     for key in value.keys() - {"role", "content", "name"}:
         if value[key]:
             raise _wrong(f"{name}.{key}", value[key], "only role and content")
-    return Message(value["role"], content)
+    return Message(_text(f"{name}.role", value["role"]), _text(f"{name}.content", content))
+
+
+def _text(name: str, found: str) -> str:
+    """``found``, which JSON may have made of half a surrogate pair: that is no text, and no tokenizer takes it."""
+    try:
+        found.encode()
+    except UnicodeEncodeError as error:
+        raise _wrong(name, found[error.start : error.end], "text that UTF-8 can hold") from error
+    return found
 
 
 def _part(name: str, part: object) -> str:
@@ -192,7 +200,7 @@ class _Fields:
         value = self.take(name)
         if value is None:
             return default
-        if type(value) not in (int, float) or not math.isfinite(value) or not low <= value <= high:
+        if type(value) not in (int, float) or not low <= value <= high:
             raise _wrong(name, value, f"a number from {low:g} to {high:g}")
         return float(value)
 
