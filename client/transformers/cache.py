@@ -52,18 +52,22 @@ class KvPool:
 
         Raises:
             MisuseError: there is no room for so many.
+            RefusedError: the daemon has none for their records. DaemonUnavailableError: it does not answer.
         """
         each = blocks_for(self.context)
         if count * each > self.blocks.free:
             found, expected = f"{count} more sequences of {self.context} tokens", f"at most {self.blocks.free // each}"
             remedy = "attach with more sequences=, drop an earlier cache, or call with use_cache=False"
             raise MisuseError("KV cache", found, expected, remedy)
-        taken = [
-            RefinedKVCache(self.blocks, self.context, self.fraction, self.source, self.table, self.wait_seconds)
-            for _ in range(count)
-        ]
-        for sequence in taken:
-            sequence.refining = False
+        taken: list[RefinedKVCache] = []
+        settings = self.context, self.fraction, self.source, self.table, self.wait_seconds
+        try:
+            for _ in range(count):
+                taken.append(RefinedKVCache(self.blocks, *settings))
+                taken[-1].refining = False
+        except BaseException:
+            _close_all(taken)
+            raise
         return taken
 
 
@@ -144,15 +148,24 @@ class _Sequences:
         self.columns -= tokens
 
     def select(self, indices: Sequence[int]) -> None:
-        """Go on with the sequences at ``indices``, in that order; one that is named again is forked."""
+        """Go on with the sequences at ``indices``, in that order; one that is named again is forked.
+
+        Raises:
+            MisuseError: there is no room for a fork; all sequences are dropped, for some are gone already.
+        """
         kept = set(indices)
         for index, sequence in enumerate(self.all):
             if index not in kept:
                 sequence.close()
-        chosen = []
-        for index in indices:
-            chosen.append(self.all[index] if index in kept else self.all[index].fork())
-            kept.discard(index)
+        chosen: list[RefinedKVCache] = []
+        try:
+            for index in indices:
+                chosen.append(self.all[index] if index in kept else self.all[index].fork())
+                kept.discard(index)
+        except BaseException:
+            _close_all(chosen)
+            self.clear()
+            raise
         self.all[:] = chosen
 
     def clear(self) -> None:

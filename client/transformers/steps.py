@@ -104,10 +104,11 @@ class Steps:
             outputs = self._step(_token_of(named, at, past), cache)
             logits.append(outputs[0])
         joined = torch.cat(logits, 1)
+        kept = joined[:, -keep:] if isinstance(keep, int) else joined[:, keep]
         assert outputs is not None
         if not hasattr(outputs, "logits"):  # the caller asked for a tuple
-            return (joined if not isinstance(keep, int) else joined[:, -keep:], *outputs[1:])
-        outputs.logits = joined[:, -keep:] if isinstance(keep, int) else joined[:, keep]
+            return (kept, *outputs[1:])
+        outputs.logits = kept
         return outputs
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, MistralConfig, PreTrainedModel
 
-from strataflux.client.errors import MisuseError
+from strataflux.client.errors import MisuseError, RefusedError
 from strataflux.client.kv_options import KvOptions
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.refined import RefinedModel
@@ -88,6 +88,10 @@ def test_several_tokens_after_others_are_as_one_by_one(model: Any) -> None:
     cache.crop(-2)
     (last,) = model(input_ids=ids[:, PROMPT + 3 :], cache=cache, logits_to_keep=1, return_dict=False)[:1]
     torch.testing.assert_close(last, singly[:, -1:], **NEAR)
+    cache.crop(-2)
+    wanted = torch.tensor([0])
+    (first,) = model(input_ids=ids[:, PROMPT + 3 :], cache=cache, logits_to_keep=wanted, return_dict=False)[:1]
+    torch.testing.assert_close(first, singly[:, -2:-1], **NEAR)
     with pytest.raises(MisuseError, match="labels for 2 tokens"):
         model(input_ids=ids[:, :2], labels=ids[:, :2], cache=cache)
 
@@ -138,6 +142,27 @@ def test_more_than_there_is_room_for_is_refused(model: Any) -> None:
         start(model, tokens(4, batch=2))
     with pytest.raises(MisuseError, match="a batch of 2; expected 3, as before"):
         step_logits(model, tokens(1, batch=2), kept)
+
+
+def test_blocks_are_free_again_when_there_is_no_room_for_all(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = model.strataflux.pool
+    free, take = pool.blocks.free, pool.blocks.take
+    left = iter([True, True])
+
+    def refuse_the_third(count: int, *, refined: bool = False) -> list[int]:
+        if not next(left, False):
+            raise RefusedError("kv_reserve", "3", "2", "ask for less")
+        return take(count, refined=refined)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(pool.blocks, "take", refuse_the_third)
+    with pytest.raises(RefusedError):
+        start(model, tokens(4, batch=3))
+    assert pool.blocks.free == free
+    monkeypatch.setattr(pool.blocks, "take", take)
+    cache = start(model, tokens(PROMPT, batch=4))
+    with pytest.raises(MisuseError, match="KV sequence"):
+        cache.reorder_cache(torch.tensor([0, 1, 2, 3, 3]))
+    assert (pool.blocks.free, cache.get_seq_length()) == (free, 0)
 
 
 def test_a_full_cache_is_said_before_anything_changes(
