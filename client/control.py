@@ -35,7 +35,12 @@ class Control:
         self._stub = control_pb2_grpc.ControlStub(self._channel)
 
     def stats(self) -> control_pb2.Stats:
-        """All numbers of the data path now. Raises DaemonUnavailableError, as every question here."""
+        """All numbers of the data path now.
+
+        Raises:
+            DaemonUnavailableError: nobody answers. RefusedError: it cannot say, such as while it stops. So all
+                questions here.
+        """
         answer: control_pb2.Stats = self._ask(self._stub.GetStats, control_pb2.GetStatsRequest())
         return answer
 

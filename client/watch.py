@@ -106,7 +106,7 @@ def look(daemon: Asked) -> Moment:
     """Ask for everything.
 
     Raises:
-        DaemonUnavailableError: nobody answers.
+        DaemonUnavailableError: nobody answers. RefusedError: it cannot say, such as while it stops.
     """
     return Moment(daemon.info(), daemon.stats(), daemon.stores(), daemon.sessions())
 

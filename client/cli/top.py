@@ -18,7 +18,7 @@ from rich.text import Text
 from strataflux.client.cli.bars import Bars
 from strataflux.client.cli.options import JsonOption, RuntimeDirOption
 from strataflux.client.cli.output import Output
-from strataflux.client.errors import DaemonUnavailableError
+from strataflux.client.errors import FailureError
 from strataflux.proto.runtime import runtime_folder
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _watch(console: Console, picture: "Picture", control: "Control", now: "Momen
             try:
                 last, now = now, look(control)
                 shown = picture.draw(now, rates(now, last))
-            except DaemonUnavailableError as error:  # it may come back
+            except FailureError as error:  # it may come back
                 shown = Text(f"{error.subject}: {error.found}; {error.remedy}", "red")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from strataflux.client.control import Control
-from strataflux.client.errors import DaemonUnavailableError
+from strataflux.client.errors import FailureError
 from strataflux.client.watch import Asked, Moment, Rates, SetMisses, look, rates
 
 __all__ = ["Sampler", "describe"]
@@ -127,10 +127,10 @@ class Sampler:
             self._daemon.close()
 
     def sample(self) -> None:
-        """Look at the daemon; that nobody answers is a state, too."""
+        """Look at the daemon; that nobody answers, or with a refusal, is a state, too."""
         try:
             state = self._look()
-        except DaemonUnavailableError as error:
+        except FailureError as error:
             state = {"error": {"subject": error.subject, "found": error.found, "remedy": error.remedy}}
         state["interval_seconds"] = self._interval
         state["history"] = [asdict(point) for point in self._history]

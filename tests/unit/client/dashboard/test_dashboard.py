@@ -12,7 +12,7 @@ import pytest
 
 from strataflux.client.dashboard.sampler import Sampler
 from strataflux.client.dashboard.server import DashboardServer, page
-from strataflux.client.errors import DaemonUnavailableError
+from strataflux.client.errors import DaemonUnavailableError, FailureError, RefusedError
 from strataflux.client.serve.listen import listen
 from strataflux.client.watch import Moment
 from strataflux.proto import control_pb2
@@ -20,31 +20,29 @@ from tests.unit.client.test_watch import DIGEST, moment
 
 
 class Daemon:
-    """Says one prepared moment after another; None: nobody answers."""
+    """Says one prepared moment after another, or raises what stands in its place."""
 
-    def __init__(self, *moments: Moment | None) -> None:
+    def __init__(self, *moments: Moment | FailureError) -> None:
         self.left = list(moments)
 
     def info(self) -> control_pb2.GetInfoResponse:
-        self.now = self.left.pop(0)
-        if self.now is None:
-            raise DaemonUnavailableError("control.sock", "nobody", "a daemon", "start it")
+        now = self.left.pop(0)
+        if isinstance(now, FailureError):
+            raise now
+        self.now: Moment = now
         return self.now.info
 
     def stats(self) -> control_pb2.Stats:
-        assert self.now is not None
         return self.now.stats
 
     def stores(self) -> list[control_pb2.Store]:
-        assert self.now is not None
         return list(self.now.stores)
 
     def sessions(self) -> list[control_pb2.Session]:
-        assert self.now is not None
         return list(self.now.sessions)
 
 
-def states(*moments: Moment | None) -> list[dict[str, Any]]:
+def states(*moments: Moment | FailureError) -> list[dict[str, Any]]:
     """What the page gets after each look."""
     daemon = Daemon(*moments)
     sampler = Sampler(Path("anywhere"), 1.0, lambda folder: daemon)
@@ -78,8 +76,11 @@ def test_layers_with_different_sets_leave_holes() -> None:
 
 
 def test_a_daemon_that_goes_away_and_another_that_comes() -> None:
-    before, gone, after = states(moment(10.0, 5), None, moment(1.0, 1, generation=2))
+    nobody = DaemonUnavailableError("control.sock", "nobody", "a daemon", "start it")
+    stopping = RefusedError("reader thread", "not running", "running", "restart the daemon")
+    before, ending, gone, after = states(moment(10.0, 5), stopping, nobody, moment(1.0, 1, generation=2))
     assert "error" not in before
+    assert ending["error"] == {"subject": "reader thread", "found": "not running", "remedy": "restart the daemon"}
     assert gone["error"] == {"subject": "control.sock", "found": "nobody", "remedy": "start it"}
     assert after["now"]["seconds"] == 8.0  # since it started, and not against the other's counters
 
