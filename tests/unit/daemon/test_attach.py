@@ -218,7 +218,11 @@ async def test_releases_that_wait_for_a_step_hold_nobody_else_up(bench: Bench, m
     asked: set[int] = set()
 
     def release(index: int, ranges: list[list[int]]) -> Callable[[], bool]:
-        return lambda: bool(asked.add(ranges[0][0]))
+        def settled() -> bool:
+            asked.add(ranges[0][0])
+            return False
+
+        return settled
 
     monkeypatch.setattr(bench.reader, "release_blocks", release)
     client = bench.client()
