@@ -171,7 +171,11 @@ class HfSource:
         files = sorted(self.path.glob("*.safetensors"))
         index_path = self.path / "model.safetensors.index.json"
         if index_path.is_file():
-            files = sorted({self.path / str(name) for name in _read_json(index_path)["weight_map"].values()})
+            placed = _read_json(index_path).get("weight_map")
+            if not isinstance(placed, dict):
+                wrong = f"weight_map = {placed!r}"[:80]
+                raise DamagedModel(index_path, wrong, "the file of each tensor", "download the model again")
+            files = sorted({self.path / str(name) for name in placed.values()})
         if not files:
             raise DamagedModel(self.path, "no *.safetensors", "the model's weights", "download the model again")
         found: dict[str, Path] = {}
@@ -205,7 +209,10 @@ class HfSource:
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind == "default":
             return ()
-        if kind == "llama3":
+        path = self.path / "config.json"
+        if kind != "llama3":
+            raise UnsupportedModel(path, f"rope type {kind!r}", "'default' or 'llama3'", "use another model")
+        try:
             return llama3_divisors(
                 head_dim,
                 theta,
@@ -214,9 +221,10 @@ class HfSource:
                 high=float(rope["high_freq_factor"]),
                 original_context=int(rope["original_max_position_embeddings"]),
             )
-        raise UnsupportedModel(
-            self.path / "config.json", f"rope type {kind!r}", "'default' or 'llama3'", "use another model"
-        )
+        except (KeyError, TypeError, ValueError) as error:
+            found = f"rope parameters of type llama3: {type(error).__name__} {error}"
+            expected = "factor, low_freq_factor, high_freq_factor and original_max_position_embeddings"
+            raise DamagedModel(path, found, expected, "download the model again") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

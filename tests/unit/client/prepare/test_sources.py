@@ -339,6 +339,14 @@ def test_heads_that_do_not_divide_are_damage(tmp_path: Path, tiny_source: Any) -
         _ = open_source(tmp_path / "m").config
 
 
+@pytest.mark.parametrize("damage", [{}, {"factor": "much"}, {"factor": []}])
+def test_rope_parameters_that_are_none_are_damage(tmp_path: Path, tiny_source: Any, damage: dict[str, Any]) -> None:
+    scaling = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0} | damage
+    write_hf(tmp_path / "m", tiny_source, hf_tensors(tiny_source), rope_scaling=scaling)
+    with pytest.raises(DamagedModel, match="rope parameters"):
+        _ = open_source(tmp_path / "m").config
+
+
 def test_damaged_hugging_face_folders(tmp_path: Path, tiny_source: Any) -> None:
     write_hf(tmp_path / "m", tiny_source, hf_tensors(tiny_source), shards=2)
     shard = tmp_path / "m" / "model-00002-of-00002.safetensors"
@@ -348,6 +356,9 @@ def test_damaged_hugging_face_folders(tmp_path: Path, tiny_source: Any) -> None:
         open_source(tmp_path / "m")
     shard.unlink()
     with pytest.raises(DamagedModel, match="model-00002"):
+        open_source(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(DamagedModel, match="weight_map = None"):
         open_source(tmp_path / "m")
     (tmp_path / "m" / "config.json").write_text("[1]")
     with pytest.raises(DamagedModel, match="JSON list"):
