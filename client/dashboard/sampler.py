@@ -63,7 +63,7 @@ def describe(moment: Moment, now: Rates, minute: Rates) -> _Json:
         },
         "now": now.to_json(),
         "minute_seconds": minute.seconds,
-        "stores": [_store(moment, digest, minute) for digest in range(len(moment.stores))],
+        "stores": [_store(moment, index, minute) for index in range(len(moment.stores))],
         "caches": caches,
         "classes": classes,
     }

@@ -1,5 +1,6 @@
 """One suite for every engine: the same requests make the same records resident, with the file's bytes."""
 
+import errno
 import os
 import threading
 import time
@@ -104,6 +105,19 @@ def test_engine_and_mode_are_told(reader: ReaderThread, engine: str) -> None:
     assert reader.engine == ("threads" if engine == "python" else engine)
     assert reader.direct_io == ("direct" if reader._tier.stores[0].direct else "buffered")
     assert isinstance(reader._engine, UringEngine if engine == "uring" else Board)
+
+
+def test_a_device_that_fails_at_open_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_store(tmp_path / "store", SHAPES)
+
+    def fail(path: Path) -> tuple[int, int]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    monkeypatch.setattr("strataflux.daemon.store._open_direct", fail)
+    before = open_descriptors()
+    with pytest.raises(OSError, match=r"records"):
+        open_served(folder, direct_io="prefer")
+    assert open_descriptors() == before
 
 
 def test_stop_leaves_nothing_open(tmp_path: Path, engine: str) -> None:
