@@ -143,8 +143,9 @@ def check_daemon(info: control_pb2.GetInfoResponse, stats: control_pb2.Stats) ->
     if stats.fills.corrupt:
         remedy = "strataflux store verify FOLDER, then store repair --from a good copy"
         yield Finding("corruption", f"{stats.fills.corrupt} reads with wrong checksums (none was served)", remedy)
-    if stats.reads.errors:
-        yield Finding("device", f"{stats.reads.errors} reads failed", "see dmesg and the device's health")
+    for op in ("read", "write"):
+        if failed := sum(row.count for row in stats.io_errors if row.op == op):
+            yield Finding("device", f"{failed} {op}s failed", "see dmesg and the device's health")
     kv = stats.kv
     if kv.free_bytes < _FREE_BYTES and (kv.free_bytes or kv.granted_bytes):
         found = f"{kv.free_bytes >> 20} MiB free for KV blocks"

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from strataflux.daemon.kind_stats import read_errors, read_kinds, read_kv, read_tenants, read_writes
+from strataflux.daemon.kind_stats import IO_READ, read_errors, read_kinds, read_kv, read_tenants, read_writes
 from strataflux.daemon.rows import AGE_BUCKETS_STEPS, GAP_BUCKETS_US, KINDS
 from strataflux.daemon.state import DEPTH_BUCKETS, FILL_BUCKETS_US
 from strataflux.daemon.stats import (
@@ -138,7 +138,7 @@ def _reads(tier: Tier, kinds: tuple[KindStats, ...]) -> ReadStats:
         bytes=sum(kind.demand_bytes + kind.ahead_bytes for kind in kinds),
         merged=int(rd["merged"]),
         short_reads=int(rd["short_reads"]),
-        errors=int(tier.core.errnos.sum()),
+        errors=int(tier.core.errnos[IO_READ].sum()),
         direct_fallbacks=int(tier.core.tables["fallbacks"].sum()),
         microseconds=int(rd["read_us_sum"]),
         in_flight=int(rd["in_flight"]),

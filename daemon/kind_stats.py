@@ -9,9 +9,11 @@ from strataflux.daemon.state import NONE
 from strataflux.daemon.stats import IoErrorStats, KindStats, KvStats, TenantStats, WriteStats
 from strataflux.daemon.tier import Tier
 
-__all__ = ["read_errors", "read_kinds", "read_kv", "read_tenants", "read_writes"]
+__all__ = ["IO_READ", "read_errors", "read_kinds", "read_kv", "read_tenants", "read_writes"]
 
 _OPS: Final = ("read", "write")
+IO_READ: Final = 0
+"""Row of the core's ``errnos`` for reads; the other is for writes."""
 _RESULTS: Final = {
     "cold": "cold",
     "evicted": "evicted_again",

@@ -123,7 +123,7 @@ class KindStats:
 
 @dataclass(frozen=True)
 class ReadStats:
-    """Reads of the device. ``in_flight`` and ``queued`` are gauges."""
+    """Reads of the device; ``short_reads`` counts short writes, too. ``in_flight`` and ``queued`` are gauges."""
 
     reads: int = 0
     bytes: int = 0

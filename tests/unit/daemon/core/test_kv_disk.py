@@ -95,6 +95,9 @@ def test_a_full_disk_stops_puts_and_nothing_else(disk: Disk) -> None:
     disk.writes = [Fault("enospc")]
     assert kv.put(1, 1, block_bytes(32)) == layout.PUT_ACCEPTED
     until(lambda: kv.states()[1] == BLOCK_FAILED, "the failure was never noticed")
+    stats = disk.reader.snapshot()
+    assert stats.reads.errors == 0  # it was none of these
+    assert [(row.op, row.count) for row in stats.io_errors if row.errno == "ENOSPC"] == [("write", 1)]
     assert kv.put(2, 2, block_bytes(33)) == layout.PUT_REFUSED_SPACE
     kv.request([0, 1])  # what was written before is read as ever
     until(lambda: bool(kv.entry(0) and kv.entry(1)), "never read")
