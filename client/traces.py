@@ -36,13 +36,13 @@ def load_trace(path: Path) -> Trace:
         InputError: the file is missing, no ``.npz``, or holds arrays of another shape or type.
     """
     try:
+        zipfile.ZipFile(path).close()  # of another file NumPy would say that it holds pickled data, and how to trust it
         file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise ValueError("one array and no archive")
         with file:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise InputError(path, str(error), _EXPECTED, "name a recorded trace") from error
+        found = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise InputError(path, found, _EXPECTED, "name a recorded trace") from error
     names = [name for name in arrays if not name.startswith("s")]
     sources = [rows for name in names for rows in _by_head(path, name, arrays[name])]
     kinds = [name.partition(".")[2] for name in names for _ in _by_head(path, name, arrays[name])]
