@@ -104,10 +104,7 @@ class Control:
             if (raw := known.get(_ERROR_METADATA)) is not None:
                 detail = control_pb2.ErrorDetail.FromString(raw)
                 raise RefusedError(detail.subject, detail.found, detail.expected, detail.remedy) from error
-            found = f"{error.code().name}: {error.details()}"
-            raise DaemonUnavailableError(
-                self._path, found, "a stratafluxd that answers", "run strataflux doctor, or see the log of the service"
-            ) from error
+            raise _unavailable(self._path, error.code(), error.details() or "") from error
 
     def close(self) -> None:
         """Hang up. Idempotent."""
@@ -120,6 +117,14 @@ class Control:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _unavailable(path: Path, code: grpc.StatusCode, details: str) -> DaemonUnavailableError:
+    found, remedy = f"{code.name}: {details}", "run strataflux doctor, or see the log of the service"
+    if code is grpc.StatusCode.UNAVAILABLE and (reason := details.rpartition(" error: ")[2]) != details:
+        # gRPC names the socket three times before the system's own word.
+        found, remedy = reason, "start stratafluxd, or pass its runtime folder"
+    return DaemonUnavailableError(path, found, "a stratafluxd that answers", remedy)
 
 
 def _parts(
