@@ -237,13 +237,19 @@ def load_checksums(manifest: StoreManifest) -> NDArray[np.uint32]:
     return data
 
 
+def _where_instead(folder: Path) -> str:
+    """What to do about a folder without a manifest: in a prepared model the store is a folder further down."""
+    inner = next((path.parent for path in sorted(folder.glob(f"*/{MANIFEST_FILE}"))), None)
+    return f"check the path, or {REBUILD}" if inner is None else f"name the store in it: {inner}"
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST_FILE
     try:
         with path.open("rb") as file:
             raw = file.read(MANIFEST_MAX_BYTES + 1)
     except OSError as error:
-        raise StoreMissing(path, str(error.strerror), "a readable manifest", REBUILD) from error
+        raise StoreMissing(path, str(error.strerror), "a readable manifest", _where_instead(folder)) from error
     if len(raw) > MANIFEST_MAX_BYTES:
         raise StoreCorrupt(path, f"more than {MANIFEST_MAX_BYTES} bytes", "a manifest within that", REBUILD)
     try:

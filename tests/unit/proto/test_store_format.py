@@ -121,6 +121,11 @@ def test_no_manifest(tmp_path: Path) -> None:
         open_store(tmp_path / "nowhere")
 
 
+def test_the_folder_around_a_store_names_it(manifest: StoreManifest) -> None:
+    with pytest.raises(StoreMissing, match=f"name the store in it: {manifest.folder}"):
+        open_store(manifest.folder.parent)
+
+
 @pytest.mark.parametrize("size", [0, 1, 100])
 def test_a_truncated_manifest(manifest: StoreManifest, size: int) -> None:
     path = manifest.folder / "manifest.json"
