@@ -76,7 +76,7 @@ def _widths(option: str, text: str, allowed: tuple[int, ...]) -> tuple[int, int]
     widths = (int(match[1]), int(match[2])) if match else (-1, -1)
     if not set(widths) <= set(allowed):
         expected = f"KEYS/VALUES, each {allowed[0]} to {allowed[-1]} bits, such as {allowed[1]}/{allowed[1]}"
-        raise MisuseError(option, repr(text), expected, "mend it")
+        raise MisuseError(option, repr(text), expected, f"write {option} {allowed[1]}/{allowed[1]}, or leave it out")
     return widths
 
 
@@ -91,7 +91,7 @@ def parse_fraction(text: str) -> Fraction:
     except (ValueError, ZeroDivisionError):
         value = Fraction(-1)
     if not 0 <= value <= 1:
-        raise MisuseError("--fraction", repr(text), "0 to 1, such as 1/128", "mend it")
+        raise MisuseError("--fraction", repr(text), "0 to 1, such as 1/128", "write --fraction 1/128")
     return value
 
 
@@ -104,5 +104,5 @@ def parse_starts(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     if not re.fullmatch(r"\d{1,12}(,\d{1,12})*", text):
-        raise MisuseError("--starts", repr(text), "tokens such as 5000,60000", "mend it")
+        raise MisuseError("--starts", repr(text), "tokens such as 5000,60000", "separate by commas alone")
     return tuple(int(part) for part in text.split(","))

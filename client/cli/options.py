@@ -28,6 +28,7 @@ __all__ = [
 
 _UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE: Final = re.compile(r"(\d{1,15}) ?(B|KiB|MiB|GiB|TiB)?")
+_MISS_REMEDY: Final = "write --miss skip, or --miss wait:20 to wait 20 ms at most"
 _SHARE: Final = re.compile(r"(\d{1,3}(?:\.\d+)?) ?%")
 
 PreparedArgument = Annotated[
@@ -60,9 +61,8 @@ def parse_cache(text: str, whole: int, option: str = "--weight-cache") -> int:
         return int(match[1]) * _UNITS[match[2] or ""]
     share = float(match[1]) if (match := _SHARE.fullmatch(text)) else 0.0
     if not 0 < share <= 100:
-        raise MisuseError(
-            option, repr(text), "bytes such as 64MiB, or above 0 to 100 % of the store such as 25%", "mend it"
-        )
+        expected = "bytes such as 64MiB, or above 0 to 100 % of the store such as 25%"
+        raise MisuseError(option, repr(text), expected, f"write {option} 25%, or leave it out")
     return round(whole * share / 100)
 
 
@@ -75,7 +75,7 @@ def parse_miss(text: str) -> MissPolicy:
     try:
         return parse_miss_policy(text)
     except MissPolicyError as error:
-        raise MisuseError("--miss", repr(text), "skip, or wait:MS with 0 < MS <= 60000", str(error)) from error
+        raise MisuseError("--miss", repr(text), "skip, or wait:MS with 0 < MS <= 60000", _MISS_REMEDY) from error
 
 
 def refined_by(manifest: "Manifest", k: int | None) -> dict[str, object]:

@@ -76,7 +76,7 @@ def _command(
 def _share(text: str) -> float:
     match = _SHARE.fullmatch(text)
     if match is None:
-        raise MisuseError("--slowdown", repr(text), "a percentage of 0 or more, such as 5%", "mend it")
+        raise MisuseError("--slowdown", repr(text), "a percentage of 0 or more, such as 5%", "write --slowdown 5%")
     return float(match[1]) / 100
 
 

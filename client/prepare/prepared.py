@@ -290,7 +290,8 @@ def _read_manifest(path: Path) -> Manifest:
     try:
         value = json.loads(path.read_text())
     except OSError as error:
-        raise InputError(path, error.strerror or "an error", "a prepared model's manifest", _REMEDY) from error
+        remedy = "check the path, or make one with `strataflux prepare`"
+        raise InputError(path, error.strerror or "an error", "a prepared model's manifest", remedy) from error
     except ValueError as error:
         raise InputError(path, f"no JSON ({error})", "a prepared model's manifest", _REMEDY) from error
     found = value.get("format") if isinstance(value, dict) else None

@@ -33,7 +33,7 @@ def listen(host: str, port: int) -> socket.socket:
             "--host and --port",
             f"{host}:{port} ({reason})",
             "an address of this machine with a free port",
-            "choose another --port, or stop what listens there",
+            "choose another --port or --host, or stop what listens there",
         ) from error
     return bound
 
