@@ -62,10 +62,12 @@ def _command(
 
     if device not in ("cpu", "cuda"):
         raise MisuseError("--device", repr(device), "cpu or cuda", "choose one")
+    if platform not in ("unified", "dedicated"):
+        raise MisuseError("--platform", repr(platform), "unified or dedicated", "choose one")
     output = Output(as_json)
     sampling, policy = Sampling(temperature, top_p, seed), parse_miss(miss)
     prepared = open_prepared(folder)
-    text = _Text(prepared.tokenizer(), prompt, max_tokens, as_json)
+    text = _Text(prepared.tokenizer(), prompt, max_tokens, prepared.config.context, as_json)
     if device == "cuda":
         if not isinstance(policy, Skip):
             raise MisuseError("--miss", miss, "skip", "a captured step waits for nothing; use --device cpu")
@@ -78,12 +80,12 @@ def _command(
 class _Text:
     """What is given, and what comes of it."""
 
-    def __init__(self, tokenizer: "Tokenizer", prompt: str, max_tokens: int, as_json: bool) -> None:
+    def __init__(self, tokenizer: "Tokenizer", prompt: str, max_tokens: int, most: int, as_json: bool) -> None:
         from strataflux.client.runtime.generation import special_tokens
 
         self.given = tokenizer.encode(prompt).ids
         self.stop = special_tokens(tokenizer)
-        self.max_tokens = max_tokens
+        self.max_tokens = _room(len(self.given), max_tokens, most)
         self._tokenizer, self._silent = tokenizer, as_json
 
     @property
@@ -104,6 +106,15 @@ class _Text:
         if not self._silent:
             sys.stdout.write("\n")
         return "".join(pieces)
+
+
+def _room(given: int, asked: int, most: int) -> int:
+    """Tokens that may come: none at a position beyond the ``most`` that the model was made for."""
+    if given >= most:
+        raise MisuseError("prompt", f"{given} tokens", f"less than the model's {most} positions", "shorten it")
+    if given + asked > most:
+        print_note(f"at most {most - given} tokens: the model has {most} positions, and the prompt takes {given}")
+    return min(asked, most - given)
 
 
 def _on_cpu(

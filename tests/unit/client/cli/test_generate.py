@@ -91,5 +91,21 @@ def test_an_empty_prompt_is_refused(tiny_prepared: PreparedModel, folder: Path, 
     assert "prompt" in said.err
 
 
+def test_no_position_is_beyond_the_models(tiny_prepared: PreparedModel, folder: Path, run: Run) -> None:
+    most, given = tiny_prepared.config.context, len(tiny_prepared.tokenizer().encode(PROMPT).ids)
+    said = run("generate", tiny_prepared.folder, PROMPT, "--max-tokens", most, "--runtime-dir", folder)
+    assert said.out == expected(tiny_prepared, most - given) + "\n"
+    assert f"at most {most - given} tokens" in said.err
+    said = run("generate", tiny_prepared.folder, f"{PROMPT} " * most, "--runtime-dir", folder)
+    assert said.code == 2
+    assert f"the model's {most} positions" in said.err
+
+
+def test_an_unknown_platform_is_refused_on_a_cpu_too(tiny_prepared: PreparedModel, folder: Path, run: Run) -> None:
+    said = run("generate", tiny_prepared.folder, PROMPT, "--platform", "x", "--runtime-dir", folder)
+    assert said.code == 2
+    assert "--platform" in said.err
+
+
 def test_special_tokens_are_those_of_control(tiny_prepared: PreparedModel) -> None:
     assert special_tokens(tiny_prepared.tokenizer()) == {TOKENS.index("<|end|>")}
