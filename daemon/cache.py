@@ -14,7 +14,7 @@ slots in use equals its FILLING + VALID + RETIRED slots.
 
 from strataflux.cache_policy import budget, lru
 from strataflux.cache_policy.base import later_by, wide
-from strataflux.daemon.counting import follow, kind_of, unfollow
+from strataflux.daemon.counting import follow, hash_of, kind_of, unfollow
 from strataflux.daemon.rows import EVICTED_CAPACITY
 from strataflux.daemon.state import (
     ABSENT,
@@ -45,6 +45,7 @@ __all__ = [
     "publish",
     "quarantine",
     "retire",
+    "retire_unseen",
     "set_pending",
     "slot_address",
     "slot_entry",
@@ -169,7 +170,9 @@ def publish(c: Core, entry: int) -> None:
     slot.filled = clock
     c.classes[slot.cls].filling -= 1
     lru.insert(c.policy, entry, wide(slot.cls), table << _TABLE_SHIFT | oid, clock, wide(slot.score))
-    follow(c, entry, slot_number(c, entry))
+    slot.prev = NONE
+    if hash_of(oid, table) < c.rd[0].sampled_hashes:
+        follow(c, entry, slot_number(c, entry))
     set_pending(c, table, oid, PENDING_NONE | PENDING_SEEN)
     # SYNC: directory-entry (publish). Release: the record's bytes are visible before the entry that names them.
     store_release_u32(c.tables[table].directory + 4 * oid, slot_number(c, entry) + 1)
@@ -200,10 +203,10 @@ def retire(c: Core, entry: int, cause: int) -> None:
     """VALID → RETIRED for an EVICTED_* cause: take the directory entry back; the slot joins the open grace batch."""
     slot = c.slots[entry]
     kind = kind_of(c.tables[slot.table])
-    _look_once_more(c, entry)
     c.evicted[kind, cause] += 1
     c.kinds[kind].fills_unused += slot.used == 0
-    unfollow(c, entry)
+    if slot.prev != NONE:
+        unfollow(c, entry)
     lru.remove(c.policy, entry, True)
     # The fence that follows is the batch's: grace.close_batch. SYNC: directory-entry (publish).
     store_release_u32(c.tables[slot.table].directory + 4 * wide(slot.oid), layout.ENTRY_ABSENT)
@@ -216,13 +219,21 @@ def retire(c: Core, entry: int, cause: int) -> None:
 
 
 @borrowing
-def _look_once_more(c: Core, entry: int) -> None:
-    """Whether a slot that is about to go was used after all since it was filled, that tick included."""
+def retire_unseen(c: Core, entry: int, cause: int) -> None:
+    """:func:`retire` for another reason than age: nobody has looked yet whether the slot was used."""
     if c.slots[entry].used == 0:
-        since, sessions = (wide(c.slots[entry].filled) - 1) & 0xFFFFFFFF, c.stamp_owner[layout.MAX_SESSIONS]
-        stamp = lru.newest_stamp(slot_number(c, entry), since, c.rd[0].clock, c.stamps, c.stepped, sessions)
-        if stamp != since:
+        since, sessions = _since(c, entry), c.stamp_owner[layout.MAX_SESSIONS]
+        if lru.newest_stamp(slot_number(c, entry), since, c.rd[0].clock, c.stamps, c.stepped, sessions) != since:
             _note_use(c, entry)
+    retire(c, entry, cause)
+
+
+@borrowing
+def _since(c: Core, entry: int) -> int:
+    """Stamps later than this are news of a slot: its first use may lie in the tick of the fill itself."""
+    if c.slots[entry].used == 0:
+        return (wide(c.slots[entry].filled) - 1) & 0xFFFFFFFF
+    return wide(c.policy.nodes[entry].position)
 
 
 @borrowing
@@ -273,8 +284,7 @@ def evict_one(c: Core, cls: int) -> bool:
             return False
         slot = c.slots[entry]
         position = wide(c.policy.nodes[entry].position)
-        awaited = slot.used == 0 and slot.pinned != 0
-        since = (wide(slot.filled) - 1) & 0xFFFFFFFF if awaited else position
+        since = _since(c, entry)
         stamp = lru.newest_stamp(slot_number(c, entry), since, clock, c.stamps, c.stepped, sessions)
         if stamp != since:
             _note_use(c, entry)
@@ -352,7 +362,7 @@ def drain_page(c: Core, page: int, cause: int) -> None:
     per_page = _UNITS // c.classes[cls].units
     for entry in range(page * _UNITS, page * _UNITS + per_page):
         if c.slots[entry].state == VALID:
-            retire(c, entry, cause)
+            retire_unseen(c, entry, cause)
         elif c.slots[entry].state == FREE:
             _unlink_free(c, entry, cls)
             c.slots[entry].state = ABSENT

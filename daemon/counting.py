@@ -4,7 +4,8 @@ Whether a fill was worth it shows only in clients' stamps, which say when a slot
 again and again: a record is in it by its hash (about one in 64, fewer in large caches), and a tick of the clock looks
 at no more than 128 stamps. What is told of the sample is therefore exact to a few ticks, and costs next to nothing.
 
-Pairs: :func:`follow` (at publication) / :func:`unfollow` (at eviction). Invariant: rows ``0 … sampled - 1`` are in use,
+Pairs: :func:`follow` (at publication) / :func:`unfollow` (at eviction), for the few that :func:`hash_of` picks: whoever
+calls looks first, since a call passes the whole core. Invariant: rows ``0 … sampled - 1`` are in use,
 and ``slot.prev`` of a VALID slot is its row or NONE.
 """
 
@@ -19,7 +20,7 @@ from strataflux.daemon.state import NONE, Core
 from strataflux.proto import layout
 from strataflux.proto.compiled import borrowing
 
-__all__ = ["HASHES", "bucket_of", "follow", "forget_asker", "kind_of", "look", "unfollow"]
+__all__ = ["HASHES", "bucket_of", "follow", "forget_asker", "hash_of", "kind_of", "look", "unfollow"]
 
 HASHES = 1 << 16
 _MULTIPLIER, _TABLE_STEP = 40_503, 977
@@ -45,12 +46,16 @@ def bucket_of(bounds: Any, value: int) -> int:
 
 
 @borrowing
+def hash_of(oid: int, table: int) -> int:
+    """A record is followed if this, below :data:`HASHES`, is below ``rd.sampled_hashes``."""
+    return (oid * _MULTIPLIER + table * _TABLE_STEP) % HASHES
+
+
+@borrowing
 def follow(c: Core, entry: int, number: int) -> None:
-    """A slot (``number`` in the directory) was published: take it into the sample if its record belongs there."""
+    """A slot (``number`` in the directory) was published: take it into the sample, if there is room."""
     slot, rd = c.slots[entry], c.rd[0]
-    slot.prev = NONE
-    mixed = (wide(slot.oid) * _MULTIPLIER + wide(slot.table) * _TABLE_STEP) % HASHES
-    if mixed >= rd.sampled_hashes or rd.sampled == MAX_SAMPLED:
+    if rd.sampled == MAX_SAMPLED:
         return
     asker = wide(slot.session)
     row = c.sample[rd.sampled]
@@ -103,10 +108,8 @@ def _count_gap(c: Core, kind: int, which: int, gap_us: int) -> None:
 
 @borrowing
 def unfollow(c: Core, entry: int) -> None:
-    """A slot is about to be retired: say how long it was idle, or that it never was of use."""
+    """A followed slot is about to be retired: say how long it was idle, or that it never was of use."""
     at = wide(c.slots[entry].prev)
-    if at == NONE:
-        return
     _see(c, at)
     row, rd = c.sample[at], c.rd[0]
     if row.used == 0 and row.asker != NONE:

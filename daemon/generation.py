@@ -16,7 +16,7 @@ import numpy as np
 from strataflux.cache_policy import budget
 from strataflux.cache_policy.base import wide
 from strataflux.daemon import requests
-from strataflux.daemon.cache import drain_page, retire
+from strataflux.daemon.cache import drain_page, retire_unseen
 from strataflux.daemon.errors import Refusal
 from strataflux.daemon.rows import EVICTED_EPOCH
 from strataflux.daemon.state import NONE, VALID, Core
@@ -35,7 +35,7 @@ def empty_table(c: Core, table: int) -> int:
     count = 0
     for entry in range(c.slots.size):
         if c.slots[entry].state == VALID and wide(c.slots[entry].table) == table:
-            retire(c, entry, EVICTED_EPOCH)
+            retire_unseen(c, entry, EVICTED_EPOCH)
             count += 1
     return count
 

@@ -20,7 +20,7 @@ import numpy as np
 from strataflux.cache_policy import budget
 from strataflux.cache_policy.base import wide
 from strataflux.daemon import engines
-from strataflux.daemon.cache import begin_fill, leave_page, pending_of, publish, retire, slot_address, slot_entry
+from strataflux.daemon.cache import begin_fill, leave_page, pending_of, publish, retire_unseen, slot_address, slot_entry
 from strataflux.daemon.counting import bucket_of, kind_of
 from strataflux.daemon.rows import ERRNOS, EVICTED_CLEAR
 from strataflux.daemon.state import (
@@ -324,7 +324,7 @@ def clear_block(c: Core, place: int, block: int) -> None:
             # SYNC: directory-entry (publish). No bytes go with this value.
             store_release_u32(directory + 4 * oid, layout.ENTRY_ABSENT)
         elif named != layout.ENTRY_ABSENT:
-            retire(c, slot_entry(c, named - 1), EVICTED_CLEAR)
+            retire_unseen(c, slot_entry(c, named - 1), EVICTED_CLEAR)
 
 
 @borrowing
