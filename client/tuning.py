@@ -6,7 +6,6 @@ whole store each selection is looked up, stamped and added, which is the most a 
 """
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from strataflux.client.runtime.decoder import Decoder
 from strataflux.client.runtime.models import DecoderWeights, ModelConfig
 from strataflux.client.runtime.threads import decoding_threads
 from strataflux.kernels.topk import selected_count
+from strataflux.proto.store_writer import sync_folder, write_synced
 
 __all__ = ["DecodeTimer", "keep", "make_judge", "selection_of"]
 
@@ -130,8 +130,6 @@ def keep(prepared: PreparedModel, chosen: Candidate) -> None:
     manifest = replace(prepared.manifest, k=chosen.budgets(), shift=chosen.shifts(), mlp_scheme=chosen.mlp)
     path = prepared.folder / MANIFEST
     partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
-        file.write(json.dumps(manifest.to_json(), indent=2))
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(partial, json.dumps(manifest.to_json(), indent=2).encode())
     partial.replace(path)
+    sync_folder(prepared.folder)

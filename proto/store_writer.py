@@ -29,7 +29,7 @@ from strataflux.proto.store_format import (
     records_header,
 )
 
-__all__ = ["StoreWriter", "replace_folder", "sync_folder"]
+__all__ = ["StoreWriter", "replace_folder", "sync_folder", "write_synced"]
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
@@ -103,7 +103,7 @@ class StoreWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        _write_synced(self._temporary / CHECKSUMS_FILE, self._checksums.tobytes())
+        write_synced(self._temporary / CHECKSUMS_FILE, self._checksums.tobytes())
         body = manifest_body(
             self.identity,
             self.generation,
@@ -111,7 +111,7 @@ class StoreWriter:
             self._records_bytes,
             crc32c(self._checksums.view(np.uint8)),
         )
-        _write_synced(self._temporary / MANIFEST_FILE, json.dumps(body, indent=1).encode())
+        write_synced(self._temporary / MANIFEST_FILE, json.dumps(body, indent=1).encode())
         open_store(self._temporary)
         replace_folder(self._temporary, self.folder)
         return open_store(self.folder)
@@ -130,7 +130,8 @@ class StoreWriter:
         self.abort()
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file whose bytes are durable when this returns; its name is by :func:`sync_folder`."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

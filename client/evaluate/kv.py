@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from strataflux.client.evaluate.scoring import Reference, Score, score, score_reference
-from strataflux.client.runtime.block import Attend, attend_causally, run_block
-from strataflux.client.runtime.models import DecoderWeights, LayerWeights
+from strataflux.client.runtime.block import Attend, attend_causally, multiply, run_block
+from strataflux.client.runtime.models import DecoderWeights
 from strataflux.client.runtime.rope import rotary_table
 from strataflux.kernels.hadamard import turn
 from strataflux.kernels.kv_attention import encoded_tiles, group_shares, selected_groups
@@ -88,14 +88,10 @@ def _run(
     turns = cosine[start:].to(device), sine[start:].to(device)
     hidden = weights.embedding[torch.tensor(tokens, device=device)][None]
     for index, layer in enumerate(weights.layers):
-        hidden = run_block(config, layer, hidden, turns, partial(_multiply, layer), attend(index))
+        hidden = run_block(config, layer, hidden, turns, partial(multiply, layer), attend(index))
     if not logits:
         return hidden
     return linear(rms_norm(hidden[0], (config.hidden,), weights.norm, config.norm_epsilon), weights.head)
-
-
-def _multiply(layer: LayerWeights, name: str, x: Tensor) -> Tensor:
-    return linear(x, layer.projections[name])
 
 
 def score_exact(weights: DecoderWeights, prefilled: Prefilled, scored: Sequence[int]) -> Reference:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from strataflux.client.errors import InputError
-from strataflux.client.runtime.block import norm_heads, run_block
+from strataflux.client.runtime.block import multiply, norm_heads, run_block
 from strataflux.client.runtime.models import LayerWeights, ModelConfig, WeightSource
 from strataflux.client.runtime.rope import rotary_table
 from strataflux.kernels.fsq import Bound, FsqGrid, FsqLayer, bits_of_levels
@@ -133,7 +133,7 @@ def convert(
         done = convert_layer(config, layer, exact, fed, settings)
         made.append(done)
         advance(index, done)
-        exact = _through(config, layer, exact, turns, partial(_multiply, layer))
+        exact = _through(config, layer, exact, turns, partial(multiply, layer))
         if settings.sequential:
             fed = _through(config, layer, fed, turns, project_fsq(config, layer, done.layer))
         else:
@@ -165,10 +165,6 @@ def project_fsq(config: ModelConfig, layer: LayerWeights, code: FsqLayer) -> Cal
         return torch.cat((linear(x, layer.projections["qkv"][:queries]), code.decode(code.encode(x))), -1)
 
     return project
-
-
-def _multiply(layer: LayerWeights, name: str, x: Tensor) -> Tensor:
-    return linear(x, layer.projections[name])
 
 
 def _through(

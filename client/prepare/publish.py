@@ -39,7 +39,7 @@ from strataflux.client.prepare.tensor_file import TensorFileWriter, TensorShape
 from strataflux.client.runtime.models import ModelConfig
 from strataflux.client.schemes import BUNDLES
 from strataflux.kernels.refine import record_bytes
-from strataflux.proto.store_writer import StoreWriter, replace_folder
+from strataflux.proto.store_writer import StoreWriter, replace_folder, write_synced
 
 __all__ = ["Content", "publish"]
 
@@ -70,7 +70,7 @@ def publish(content: Content, folder: Path, advance: Callable[[], object]) -> Pr
             chat.save(partial / CHAT)
         _bring(content, partial)
         manifest = content.describe(_write_resident(content, partial / RESIDENT, advance))
-        _write_synced(partial / MANIFEST, json.dumps(manifest.to_json(), indent=2))
+        write_synced(partial / MANIFEST, json.dumps(manifest.to_json(), indent=2).encode())
         _write_store(PreparedModel(partial, manifest), content, advance)
         replace_folder(partial, folder)
     finally:
@@ -149,10 +149,3 @@ def _half(name: str, tensor: Tensor) -> Tensor:
     if not bool(half.isfinite().all()):
         raise DamagedModel(name, f"values up to {float(tensor.abs().max()):.3g}", "less than 65,504", "check the model")
     return half
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from strataflux.client.runtime.models import LayerWeights, ModelConfig
 from strataflux.client.runtime.rope import rotate
 
-__all__ = ["Attend", "Project", "attend_causally", "mix_heads", "norm_heads", "run_block"]
+__all__ = ["Attend", "Project", "attend_causally", "mix_heads", "multiply", "norm_heads", "run_block"]
 
 Project = Callable[[str, Tensor], Tensor]
 """Outputs [..., outputs] of the projection set with this name for its input [..., inputs]."""
@@ -21,6 +21,13 @@ Project = Callable[[str, Tensor], Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Mixed values [sequences, heads, n, head_dim] of queries [sequences, heads, n, head_dim], and keys and values
 [sequences, kv_heads, n, head_dim], turned by position."""
+
+
+def multiply(layer: LayerWeights, name: str, x: Tensor) -> Tensor:
+    """Outputs [..., outputs] of the projection set ``name`` of ``layer`` for inputs [..., inputs], and nothing beside:
+    with the layer bound, a :data:`Project`.
+    """
+    return linear(x, layer.projections[name])
 
 
 def attend_causally(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from strataflux.client.errors import MisuseError
-from strataflux.client.runtime.block import attend_causally, norm_heads, run_block
+from strataflux.client.runtime.block import attend_causally, multiply, norm_heads, run_block
 from strataflux.client.runtime.cache import ExactCache, KvCache
-from strataflux.client.runtime.models import SETS, DecoderWeights, LayerWeights
+from strataflux.client.runtime.models import SETS, DecoderWeights
 from strataflux.client.runtime.rope import rotary_table, rotate
 from strataflux.client.runtime.schedule import make_schedule
 
@@ -136,7 +136,7 @@ class Decoder:
         hidden = weights.embedding[list(tokens)][None]
         for index, layer in enumerate(weights.layers):
             attend = partial(self._attend_and_fill, index)
-            hidden = run_block(weights.config, layer, hidden, turns, partial(_multiply, layer), attend)
+            hidden = run_block(weights.config, layer, hidden, turns, partial(multiply, layer), attend)
         self.cache.end_fill(count)
         last = rms_norm(hidden[0, -1], (weights.config.hidden,), weights.norm, weights.config.norm_epsilon)
         return torch.mv(weights.head, last)
@@ -212,7 +212,3 @@ def _shifting(refiner: Refiner) -> ShiftingRefiner:
     if not isinstance(refiner, ShiftingRefiner):
         raise MisuseError("shift", f"a {type(refiner).__name__}", "a refiner that can begin early", "shift nothing")
     return refiner
-
-
-def _multiply(layer: LayerWeights, name: str, x: Tensor) -> Tensor:
-    return linear(x, layer.projections[name])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
-from strataflux.client.runtime.block import run_block
-from strataflux.client.runtime.models import DecoderWeights, LayerWeights
+from strataflux.client.runtime.block import multiply, run_block
+from strataflux.client.runtime.models import DecoderWeights
 from strataflux.client.runtime.rope import rotary_table
 
 __all__ = ["forward_text"]
@@ -25,9 +25,5 @@ def forward_text(weights: DecoderWeights, tokens: Sequence[int]) -> Tensor:
     turns = rotary_table(config, len(tokens))
     hidden = weights.embedding[list(tokens)][None]
     for layer in weights.layers:
-        hidden = run_block(config, layer, hidden, turns, partial(_multiply, layer))
+        hidden = run_block(config, layer, hidden, turns, partial(multiply, layer))
     return linear(rms_norm(hidden[0], (config.hidden,), weights.norm, config.norm_epsilon), weights.head)
-
-
-def _multiply(layer: LayerWeights, name: str, x: Tensor) -> Tensor:
-    return linear(x, layer.projections[name])
