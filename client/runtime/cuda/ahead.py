@@ -65,12 +65,12 @@ class Ahead:
 
 
 def _rings(model: DeviceModel, budget: Budget) -> dict[int, list[Staging]]:
-    """Staging areas of each set that is refined ahead: as many as are in use at once."""
+    """Staging areas of each set that errands refine: as many as are in use at once."""
     rings = {}
     behind, layers = budget.behind(), model.config.layers
     for number, name in enumerate(SETS):
         outputs, inputs = model.config.set_shape(name)
-        if behind[number] and budget.k[name]:
+        if budget.by_errands(name):
             routes = plan_routes(layers, behind, {number: 1}, [0] * len(SETS))
             size = budget.k[name], inputs, record_bytes(outputs), model.device
             rings[number] = [Staging(*size) for _ in range(ring_size(routes))]

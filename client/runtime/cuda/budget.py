@@ -10,8 +10,10 @@ from strataflux.client.runtime.models import SETS
 from strataflux.client.runtime.shifted import check_shift
 from strataflux.client.schemes import budgets_by_set
 
-__all__ = ["Budget"]
+__all__ = ["READERS", "Budget"]
 
+READERS: Final = (0, 2)
+"""Sets (numbers in ``SETS``) that read the residual stream; the others write to it."""
 _LINK: Final = Link()
 
 
@@ -35,6 +37,12 @@ class Budget:
     """
     link: Link = _LINK
     """What is taken to be brought beside each product."""
+    errands_below: int = 8
+    """Channels per 1,024: with so many or more, records take longer than products leave time to errands, and side lanes
+    bring them (docs/PERFORMANCE.md).
+    """
+    errands_from: float = 1.5
+    """Blocks of lead or lag: with less, too few products lie between selection and use for errands."""
 
     def __post_init__(self) -> None:
         budgets_by_set(self.k, "channels")
@@ -50,3 +58,7 @@ class Budget:
     def behind(self) -> list[int]:
         """Positions of the residual stream that each set leads or lags by: two to a block."""
         return [round(2 * self.shift[name]) for name in SETS]
+
+    def by_errands(self, name: str) -> bool:
+        """Whether a set's refinement is left to errands wherever there is a route for it."""
+        return 0 < self.k[name] < self.errands_below and 0 < self.shift[name] >= self.errands_from

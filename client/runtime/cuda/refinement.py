@@ -6,14 +6,14 @@ state 2s positions earlier (through their own norm) and the records fetched to t
 with the true input remains. ``o`` and ``down`` write to it: their refinement is added 2s positions later. This is what
 :mod:`strataflux.client.runtime.shifted` computes.
 
-There are two ways. What has launches between its selection and its use goes *ahead*: as errands of those launches, with
-none of its own and no join (:mod:`~strataflux.client.runtime.cuda.ahead`). What has none, as every set with s = 0, goes
-*beside* (:mod:`~strataflux.client.runtime.cuda.beside`). Sums wait in accumulators that the consuming kernel adds and
-clears, one for each way and set, so that each is written in one order.
+There are two ways. Few records with launches between their selection and their use go *ahead*: as errands of those
+launches, with none of their own and no join (:mod:`~strataflux.client.runtime.cuda.ahead`). What has no launch between,
+as every set with s = 0, and what errands have no time for go *beside*
+(:mod:`~strataflux.client.runtime.cuda.beside`). Sums wait in accumulators that the consuming kernel adds and clears,
+one for each way and set, so that each is written in one order.
 """
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from strataflux.client.errors import MisuseError
 from strataflux.client.runtime.cuda.ahead import Ahead
 from strataflux.client.runtime.cuda.beside import Beside
 from strataflux.client.runtime.cuda.block import DeviceBlock
-from strataflux.client.runtime.cuda.budget import Budget
+from strataflux.client.runtime.cuda.budget import READERS, Budget
 from strataflux.client.runtime.cuda.lanes import MAIN, Lanes
 from strataflux.client.runtime.cuda.model import DeviceModel
 from strataflux.client.runtime.cuda.records import Records
@@ -33,10 +33,7 @@ from strataflux.kernels.gpu.step import begin_step, end_step
 from strataflux.kernels.refine import record_bytes
 from strataflux.kernels.topk import selected_count
 
-__all__ = ["READERS", "NoRefinement", "Refinement"]
-
-READERS: Final = (0, 2)
-"""Sets (numbers in ``SETS``) that read the residual stream; the others write to it."""
+__all__ = ["NoRefinement", "Refinement"]
 
 
 class NoRefinement:
@@ -106,6 +103,7 @@ class Refinement:
             inputs: of each set, [L, inputs] float16.
         """
         self._inputs = inputs
+        self._beside.bind(states)
         self._ahead.bind(states, inputs, self._sums, self._late[0])
 
     def begin(self) -> None:
@@ -114,6 +112,8 @@ class Refinement:
 
     def input_ready(self, layer: int, number: int) -> Errands | None:
         """The input of a set is there. What the launch of its product is to do beside it, or None."""
+        if number in READERS:
+            self._beside.state_ready(2 * layer + number // 2)
         if self._budget.k[SETS[number]] and not self._ahead.goes(layer, number):
             target = self._sums[number] if number in READERS else self._late[1, number, self._target(layer, number)]
             x = self._inputs[number][layer]

@@ -27,7 +27,7 @@ _LEAST: Final = 1024
 class Link(NamedTuple):
     """How much a link brings meanwhile; defaults are an H200's (docs/PERFORMANCE.md)."""
 
-    start_microseconds: float = 2.0
+    start_microseconds: float = 4.0
     """Of a product's time, what is lost to a fetch beside it: it begins late, and ends with an answer."""
     weight_bytes: float = 3.5e6
     """That a product reads in a microsecond."""

@@ -37,6 +37,9 @@ CPU = torch.device("cpu")
 TOKENS = (7, 9)  # whose selections hold no channels that float16 makes equal
 CONTEXT = 4
 K = 64
+ERRANDS: dict[str, Any] = {"errands_below": K + 1, "errands_from": 0.5}
+LANES: dict[str, Any] = {"errands_below": K}
+WAYS = pytest.mark.parametrize("way", [ERRANDS, LANES], ids=["errands", "lanes"])
 HALF = 2e-3
 """Inputs and keys are float16 on the device and float32 on the CPU."""
 
@@ -72,8 +75,11 @@ def test_without_refinement_it_is_the_base(prepared: PreparedModel) -> None:
 
 
 @pytest.mark.parametrize("blocks", [(0.0, 0.0, 0.0, 0.0), (1.0, 0.5, 2.0, 1.5), (2.0, 2.0, 0.5, 0.0)])
-def test_refined_it_is_the_cpus_step_at_each_shift(prepared: PreparedModel, blocks: tuple[float, ...]) -> None:
-    budget = Budget(dict.fromkeys(SETS, K), dict(zip(SETS, blocks, strict=True)))
+@WAYS
+def test_refined_it_is_the_cpus_step_at_each_shift(
+    prepared: PreparedModel, blocks: tuple[float, ...], way: dict[str, Any]
+) -> None:
+    budget = Budget(dict.fromkeys(SETS, K), dict(zip(SETS, blocks, strict=True)), **way)
     decoder, store = refined(prepared, budget)
     expected = on_cpu(prepared, budget.shift)
     base = logits_over(Decoder(DecoderWeights.read(prepared), CONTEXT).step, TOKENS)
@@ -82,10 +88,12 @@ def test_refined_it_is_the_cpus_step_at_each_shift(prepared: PreparedModel, bloc
     store.close()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_order_that_the_lanes_allow_gives_the_same(prepared: PreparedModel, seed: int) -> None:
-    shift = dict(zip(SETS, ((1.0, 0.5, 2.0, 1.5), (0.0, 0.0, 0.0, 0.0))[seed % 2], strict=True))
-    budget = Budget(dict.fromkeys(SETS, K), shift)
+    blocks, way = (((1.0, 0.5, 2.0, 1.5), ERRANDS), ((0.0, 0.0, 0.0, 0.0), LANES), ((2.0, 0.5, 0.5, 2.0), LANES))[
+        seed % 3
+    ]
+    budget = Budget(dict.fromkeys(SETS, K), dict(zip(SETS, blocks, strict=True)), **way)
     inline, store = refined(prepared, budget)
     expected = logits_over(lambda token: advance(inline, token), TOKENS[:1])
     store.close()
@@ -108,6 +116,13 @@ def test_any_order_that_the_lanes_allow_gives_the_same(prepared: PreparedModel, 
         assert order != sorted(order)  # it was another order
         assert relative(step.logits.float(), right) < 1e-3
     store.close()
+
+
+def test_errands_are_for_few_records_and_long_leads() -> None:
+    assert Budget.common(4, 1.5).by_errands("o")
+    for k, shift in ((0, 2.0), (8, 2.0), (4, 1.0), (4, 0.0)):
+        assert not Budget.common(k, shift).by_errands("o")
+    assert not Budget(dict.fromkeys(SETS, 4), dict.fromkeys(SETS, 0.0), errands_from=0.0).by_errands("o")
 
 
 def test_sets_without_a_budget_are_left_alone(prepared: PreparedModel) -> None:
