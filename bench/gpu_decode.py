@@ -8,6 +8,7 @@ through a real daemon. Sections can be chosen with ``--only``.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -41,7 +42,6 @@ from strataflux.client.runtime.cuda.pinned_store import PinnedStore, random_reco
 from strataflux.client.runtime.cuda.random_model import SHAPES, random_model
 from strataflux.client.runtime.cuda.refined import DeviceDecoder, make_decoder
 from strataflux.client.runtime.cuda.refinement import Refinement
-from strataflux.client.runtime.cuda.routes import Link
 from strataflux.client.runtime.cuda.sampling import Sampler
 from strataflux.client.runtime.cuda.step import Step
 from strataflux.client.runtime.generation import Sampling
@@ -50,6 +50,10 @@ from strataflux.client.runtime.shifted import SHIFTS
 
 CUDA = torch.device("cuda")
 SMALL = replace(SHAPES["llama-3.2-1b"], layers=6)
+WAYS: dict[str, dict[str, Any]] = {
+    "errands": {"errands_below": 1025, "errands_from": 0.5},
+    "side lanes": {"errands_below": 0},
+}
 
 
 def tests(rows: Rows) -> None:
@@ -72,9 +76,9 @@ def inline_decoder(model: DeviceModel, block: DeviceBlock, budget: Budget, conte
 def lanes(rows: Rows) -> None:
     """Replays with lanes and early starts against one stream in program order, at each shift, 200 tokens each."""
     model = random_model(SMALL, "4-bit", CUDA)
-    for shift in (*SHIFTS, None):
+    for shift, (way, limits) in itertools.product((*SHIFTS, None), WAYS.items()):
         shifts = dict.fromkeys(SETS, shift) if shift is not None else dict(zip(SETS, (1.0, 0.5, 2.0, 1.5), strict=True))
-        budget = Budget(dict.fromkeys(SETS, 16), shifts, ordered=True)
+        budget = replace(Budget(dict.fromkeys(SETS, 16), shifts, ordered=True), **limits)
         found = {}
         for name in ("inline", "lanes", "early"):
             block = DeviceBlock(CUDA)
@@ -91,7 +95,7 @@ def lanes(rows: Rows) -> None:
             decoder.wait()
             store.close()
         rows.add(
-            "lanes", f"shift {shift}", hits=hits,
+            "lanes", f"shift {shift}, {way}", hits=hits,
             finite=bool(torch.isfinite(found["inline"]).all()), size=float(found["inline"].abs().mean()),
             **{name: relative_error(found[name], found["inline"]) for name in ("lanes", "early")},
             **{f"equal {name}": bool(torch.equal(found[name], found["inline"])) for name in ("lanes", "early")},
@@ -136,7 +140,7 @@ def kernels(rows: Rows) -> None:
 
 
 def routes(rows: Rows) -> None:
-    """What early starts are worth, how many programs should refine in place, and how errands are best spread."""
+    """What early starts are worth, how many programs should refine in place, and when errands do better than lanes."""
     config = SHAPES["llama-3.1-8b"]
     model, block = random_model(config, "4-bit", CUDA), DeviceBlock(CUDA)
     store = PinnedStore(store_sections(config), random_records(), block)
@@ -150,11 +154,8 @@ def routes(rows: Rows) -> None:
         add(f"base, early {early}", None, Budget.common(0), early=early)
     for count in (32, 128):
         add(f"in place by {count} programs, k 8", block, Budget.common(8, 0.0, count))
-    for shift in (1.0, 1.5, 2.0):
-        for k in (4, 8, 12):
-            for link in (Link(1.0), Link(4.0)):
-                budget = replace(Budget.common(k, shift), link=link)
-                add(f"shift {shift}, k {k}, {link}", block, budget)
+    for shift, k, (way, limits) in itertools.product((0.5, 1.0, 1.5, 2.0), (1, 4, 8, 16), WAYS.items()):
+        add(f"shift {shift}, k {k}, {way}", block, replace(Budget.common(k, shift), **limits))
     add("early False, shift 1.5, k 8", block, Budget.common(8, 1.5), early=False)
     store.close()
 
