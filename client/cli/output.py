@@ -3,6 +3,7 @@
 With ``--json`` stdout is exactly one JSON object: the result, or ``{"error": {...}}`` together with exit code 2.
 """
 
+import errno
 import json
 import math
 import sys
@@ -10,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -35,6 +36,19 @@ EXIT_FAILURE = 1
 """Exit code of a command that was right and failed all the same."""
 
 _PATIENCE_SECONDS = 2.0
+
+_ROOM: Final = ("room for what is written", "make room on that disk, and run this again")
+_RIGHT: Final = ("a path that this user may use", "name another path, or mend its mode")
+_SYSTEM: Final = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EACCES: _RIGHT,
+    errno.EPERM: _RIGHT,
+    errno.EROFS: _RIGHT,
+    errno.ENOENT: ("a path that exists", "check the path"),
+}
+"""What was expected, and the remedy, where the system says no."""
+_ELSE: Final = ("no error of the system", "mend what it names, and run this again")
 
 
 @runtime_checkable
@@ -80,12 +94,14 @@ def emit_json(value: Mapping[str, object]) -> None:
 def print_error(error: Exception, as_json: bool = False) -> None:
     """Say on stderr what stands in the way: subject, found, expected, remedy, one line each.
 
-    With ``as_json`` the same parts go to stdout as ``{"error": {...}}``. An error without the four parts is told by its
-    message alone.
+    With ``as_json`` the same parts go to stdout as ``{"error": {...}}``. An error of the system gets them here; any
+    other without them is told by its message alone.
     """
     if isinstance(error, Explained):
         headline = error.subject
         parts = {"found": error.found, "expected": error.expected, "remedy": error.remedy}
+    elif isinstance(error, OSError) and error.strerror:
+        headline, parts = _told_by_the_system(error)
     else:
         headline, parts = str(error), {}
     console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -94,6 +110,13 @@ def print_error(error: Exception, as_json: bool = False) -> None:
         console.print(f"  {name + ':':<10}{escape(text)}")
     if as_json:
         emit_json({"error": {"kind": type(error).__name__, "subject": headline, **parts}})
+
+
+def _told_by_the_system(error: OSError) -> tuple[str, dict[str, str]]:
+    """Subject and the other parts of what the system refused."""
+    expected, remedy = _SYSTEM.get(error.errno or 0, _ELSE)
+    subject = "the system" if error.filename is None else str(error.filename)
+    return subject, {"found": error.strerror or str(error), "expected": expected, "remedy": remedy}
 
 
 def print_note(text: str) -> None:

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -44,6 +46,23 @@ def test_without_json_a_person_reads_stdout(capsys: pytest.CaptureFixture[str]) 
 def test_error_without_parts_is_told_by_its_message(capsys: pytest.CaptureFixture[str]) -> None:
     print_error(ValueError("not [bold]so"))
     assert capsys.readouterr().err == "error: not [bold]so\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "make room"),
+        (errno.EROFS, "another path"),
+        (errno.ENOENT, "check"),
+        (errno.EIO, "run this again"),
+    ],
+)
+def test_an_error_of_the_system_gets_its_parts(number: int, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(OSError(number, os.strerror(number), "/a/path"), as_json=True)
+    told = json.loads(capsys.readouterr().out)["error"]
+    assert (told["subject"], told["found"]) == ("/a/path", os.strerror(number))
+    assert told["expected"]
+    assert remedy in told["remedy"]
 
 
 def test_quick_work_shows_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
