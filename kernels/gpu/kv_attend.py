@@ -6,7 +6,8 @@ are turned here, and the key and value stored in float16. Scales are folded, cod
     l_t = scale · B_K[t] · (Σ_d (Q_d A_K[d]) code[t, d] + Σ_d Q_d Z_K[d])
     o_d = B_V[d] · (Σ_t (p_t A_V[t]) code[t, d] + Σ_t p_t Z_V[t])        p_t = 2^(l_t - maximum), summed a tile
 
-Folded queries and weights are split into a high and a low float16, so that products keep 22 bits; sums are float32.
+Folded queries and weights are split into a high and a low float16, so that products keep 22 bits. Sums are float32, but
+the tensor core of the fast path cuts what it adds: about 15 bits are kept, and outputs were within 6e-5 on an H200.
 The maximum runs: parts are relative to their own. Each group's sum of weights comes out of the same pass, relative to
 the maximum as it was then.
 

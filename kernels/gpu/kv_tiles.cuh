@@ -2,7 +2,8 @@
 //
 // Codes are never expanded: a byte holds codes of neighbouring tokens of one channel, and masked they are denormal float16
 // numbers, code · 2^(lift - 24), which the product m16n8k16 takes as they are. They are its 16 rows; its 8 columns are four
-// query heads, each as a high and a low half, so that sums keep 22 bits. In both products lane 4g + q ends with head q
+// query heads, each as a high and a low half. Their sums are cut 25 bits below the largest exponent, and codes lie up to
+// 10 below theirs: 15 bits are kept, of logits an error of 3e-5 or a few. In both products lane 4g + q ends with head q
 // (and q + 4): of the logits with tokens 4g … 4g + 3 of each 32, of the output with channels D/8 · g … Nothing is
 // included, so that the compiler needs no headers.
 

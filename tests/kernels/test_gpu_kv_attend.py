@@ -43,6 +43,12 @@ CASES = [
 
 Launch = Callable[[Case, KvWork], None]
 
+BOUNDS = {"triton": 2e-5, "cuda": 1e-4}
+"""Relative errors. Products of the fast path are cut 25 bits below their largest exponent, and codes are denormal
+numbers, up to 2^10 below theirs: sums keep 15 bits, 3e-5 of their largest term, and cuts of one sign add up. At the
+steep logits of these cases 5.9e-5 are seen, on an H200 as in the emulation.
+"""
+
 
 def form_of(numbers: tuple[int, ...]) -> KvFormat:
     key, value, d, tokens, _ = numbers
@@ -94,16 +100,33 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture(params=["triton", "cuda"])
-def launch(request: pytest.FixtureRequest) -> Launch:
-    """One path: on the GPU, or what stands for it here."""
-    if request.param == "triton" or torch.cuda.is_available():
-        return _on_device(request.param)
+def path(request: pytest.FixtureRequest) -> str:
+    """One of both."""
+    return str(request.param)
+
+
+@pytest.fixture
+def launch(request: pytest.FixtureRequest, path: str) -> Launch:
+    """A path on the GPU, or what stands for it here."""
+    if path == "triton" or torch.cuda.is_available():
+        return _on_device(path)
     return _on_emulation(request.getfixturevalue("library"))
+
+
+@pytest.fixture
+def bound(path: str) -> float:
+    """The largest relative error."""
+    return BOUNDS[path]
 
 
 @pytest.mark.parametrize(("numbers", "positions", "splits"), CASES)
 def test_it_is_attention(
-    device: torch.device, launch: Launch, numbers: tuple[int, ...], positions: tuple[int, ...], splits: int
+    device: torch.device,
+    launch: Launch,
+    bound: float,
+    numbers: tuple[int, ...],
+    positions: tuple[int, ...],
+    splits: int,
 ) -> None:
     form = form_of(numbers)
     kv_heads = 2 if numbers[2] == 64 else 1
@@ -115,11 +138,11 @@ def test_it_is_attention(
     for index, position in enumerate(positions):
         exactly = attend_exactly(case, index)
         error = (out[index].double() - exactly.output).norm() / exactly.output.norm()
-        assert error < 2e-5, (position, float(error))
-        check_shares(work, index, exactly.shares)
+        assert error < bound, (position, float(error))
+        check_shares(work, index, exactly.shares, bound)
 
 
-def check_shares(work: KvWork, index: int, expected: torch.Tensor) -> None:
+def check_shares(work: KvWork, index: int, expected: torch.Tensor, bound: float) -> None:
     """Shares that the group sums and parts come to."""
     kv_heads, groups = expected.shape
     tops, totals = work.tops[index].double(), work.totals[index].double()
@@ -128,7 +151,7 @@ def check_shares(work: KvWork, index: int, expected: torch.Tensor) -> None:
     of_tile = torch.exp2(work.tile_tops[index].double() - most[:, None]).repeat_interleave(work.form.groups_per_tile, 1)
     shares = (work.sums[index].double() * of_tile / whole[:, None])[:, :groups]
     found = shares.unflatten(0, (kv_heads, -1)).amax(1)
-    assert torch.allclose(found, expected, rtol=2e-5, atol=1e-12)
+    assert torch.allclose(found, expected, rtol=bound, atol=1e-12)
 
 
 def test_the_new_token_is_stored_rotated(device: torch.device, launch: Launch) -> None:
@@ -145,7 +168,7 @@ def test_the_new_token_is_stored_rotated(device: torch.device, launch: Launch) -
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_without_refinement_no_groups_are_told(device: torch.device, launch: Launch) -> None:
+def test_without_refinement_no_groups_are_told(device: torch.device, launch: Launch, bound: float) -> None:
     form = form_of(FORMS[3])
     case = make_case(form, 2, 1, (500,), 3, device)
     work = KvWork(form, 1, 2, 2, 3, device, splits=2)
@@ -153,7 +176,7 @@ def test_without_refinement_no_groups_are_told(device: torch.device, launch: Lau
     assert not work.sums.any()
     out = torch.zeros(2, 128, device=device)
     kv_merge(work, out)
-    assert (out.double() - attend_exactly(case, 0).output).norm() < 2e-5 * out.norm()
+    assert (out.double() - attend_exactly(case, 0).output).norm() < bound * out.norm()
 
 
 def test_merging_follows_its_reference(device: torch.device) -> None:
