@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from strataflux.daemon.generation import empty_table
 from strataflux.daemon.interface import SessionRequest
 from strataflux.daemon.reader_thread import ReaderSettings, ReaderThread
 from strataflux.daemon.segments import drain_segment
@@ -32,7 +31,7 @@ def warm_up() -> None:
         for descriptor in session.descriptors:
             os.close(descriptor)
         thread.check_integrity()
-        thread.execute(lambda: empty_table(thread.core, 0))
-        thread.execute(lambda: drain_segment(thread.core, 0))
         thread.close_session(session.index)
+        thread.remove_store(0)  # of the last store: else the reader stands still to compile it while others wait
+        thread.execute(lambda: drain_segment(thread.core, 0))
         thread.stop()
