@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from strataflux.client.errors import MisuseError, StrataFluxError
@@ -72,8 +73,16 @@ class PutTarget(Protocol):
 class KvBlocks:
     """The pool of one model's blocks. One thread at a time."""
 
-    def __init__(self, config: ModelConfig, form: KvFormat, capacity: int, target: PutTarget | None = None) -> None:
-        """Allocate ``capacity`` blocks; without a ``target``, or where nothing is refined, records go nowhere.
+    def __init__(
+        self,
+        config: ModelConfig,
+        form: KvFormat,
+        capacity: int,
+        target: PutTarget | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Allocate ``capacity`` blocks on ``device``; without a ``target``, or where nothing is refined, records go
+        nowhere.
 
         Raises:
             ValueError: the model's heads are not of the format's size.
@@ -85,12 +94,12 @@ class KvBlocks:
         self.config = config
         self.form = form
         self.capacity = capacity
-        self.keys = HalfTiles.empty(leading, form.key_bits, form.head_dim, KEY_ROWS)
+        self.keys = HalfTiles.empty(leading, form.key_bits, form.head_dim, KEY_ROWS, device)
         """[layers, capacity, kv_heads, ...]"""
-        self.values = HalfTiles.empty(leading, form.value_bits, form.head_dim, VALUE_ROWS)
+        self.values = HalfTiles.empty(leading, form.value_bits, form.head_dim, VALUE_ROWS, device)
         self.records_a_block = config.layers * config.kv_heads * form.groups_per_tile
-        self._target = target if form.record_bytes else None
         # changed by calls
+        self._target = target if form.record_bytes else None
         self._references = np.zeros(capacity, np.int64)
         self._ids = np.full(capacity, -1, np.int64)
         self._states = np.zeros(capacity, np.int64)
@@ -122,6 +131,21 @@ class KvBlocks:
     def free(self) -> int:
         """Places that nobody holds."""
         return int((self._references == 0).sum())
+
+    @property
+    def recording(self) -> bool:
+        """Whether records go anywhere."""
+        return self._target is not None
+
+    def connect(self, target: PutTarget) -> None:
+        """Let records go to ``target`` from now on, those of what is held and not written yet; once, if there was none.
+
+        Raises:
+            RefusedError: the daemon has no room for the records of so many. DaemonUnavailableError: nobody answers.
+        """
+        if self.form.record_bytes:
+            self._target, self._epoch = target, target.epoch
+            self._grant(np.flatnonzero(self._references > 0))
 
     def take(self, count: int, *, refined: bool = False) -> list[int]:
         """Places for ``count`` blocks, each held once. Ids that nobody grants leave their blocks unrefined, unless they

@@ -123,14 +123,16 @@ class HalfTiles:
     other: Tensor
 
     @classmethod
-    def empty(cls, leading: tuple[int, ...], bits: int, head_dim: int, rows: int) -> "HalfTiles":
+    def empty(
+        cls, leading: tuple[int, ...], bits: int, head_dim: int, rows: int, device: torch.device | str = "cpu"
+    ) -> "HalfTiles":
         """Room for tiles, zeroed."""
         row_count, column_count = (head_dim, TILE_TOKENS) if rows == KEY_ROWS else (TILE_TOKENS, head_dim)
         return cls(
-            torch.zeros((*leading, code_bytes(bits, head_dim)), dtype=torch.uint8),
-            torch.zeros((*leading, row_count), dtype=torch.float16),
-            torch.zeros((*leading, row_count), dtype=torch.float16),
-            torch.zeros((*leading, column_count), dtype=torch.float16),
+            torch.zeros((*leading, code_bytes(bits, head_dim)), dtype=torch.uint8, device=device),
+            torch.zeros((*leading, row_count), dtype=torch.float16, device=device),
+            torch.zeros((*leading, row_count), dtype=torch.float16, device=device),
+            torch.zeros((*leading, column_count), dtype=torch.float16, device=device),
         )
 
     @property

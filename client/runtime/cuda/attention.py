@@ -21,6 +21,16 @@ class Attention(Protocol):
     context: int
     """Positions there is room for."""
 
+    def begin_step(self, position: int) -> None:
+        """Called by the host before it queues the step at ``position``; queues what is due. Idempotent."""
+
+    def truncate(self, length: int) -> None:
+        """The tokens from ``length`` on are to be forgotten.
+
+        Raises:
+            MisuseError: that cannot be done; nothing has changed.
+        """
+
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, position: Tensor, out: Tensor, *, early: bool
     ) -> None:
@@ -57,6 +67,12 @@ class HalfCache:
     def bytes_for(config: ModelConfig, context: int) -> int:
         """Device memory of a cache of ``context`` positions."""
         return 4 * config.layers * config.kv_heads * config.head_dim * context
+
+    def begin_step(self, position: int) -> None:
+        """Nothing is due at any position."""
+
+    def truncate(self, length: int) -> None:
+        """Nothing to do: what lies behind is overwritten."""
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, position: Tensor, out: Tensor, *, early: bool

@@ -48,9 +48,10 @@ class GraphDecoder:
         """Forget all tokens from ``position`` on.
 
         Raises:
-            MisuseError: it is not within 0…``self.position``.
+            MisuseError: it is not within 0…``self.position``, or the cache cannot go back there.
         """
         check_truncation(position, self.position)
+        self.step.attention.truncate(position)
         self.position = position
         self.step.position.fill_(position)
 
@@ -68,6 +69,7 @@ class GraphDecoder:
             if not 0 <= token < vocabulary:
                 raise MisuseError("token", f"{token}", f"0 to {vocabulary - 1}", "use the model's tokenizer")
             self.step.token.fill_(token)
+        self.step.attention.begin_step(self.position)
         self.position += 1
         if self._graph is None:
             self.step.run()

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from strataflux.client.errors import FailureError, MisuseError
+from strataflux.client.kv_options import KvOptions
 from strataflux.client.runtime.cuda.attention import HalfCache
+from strataflux.client.runtime.cuda.low_bit_cache import LowBitCache
 from strataflux.client.runtime.models import SETS, ModelConfig
 from strataflux.kernels.cuda_build import CudaError
 
@@ -42,13 +44,14 @@ class MemoryNeed:
         return ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in parts.items())
 
 
-def memory_need(config: ModelConfig, bits_per_weight: float, context: int) -> MemoryNeed:
+def memory_need(config: ModelConfig, bits_per_weight: float, context: int, kv: KvOptions | None = None) -> MemoryNeed:
     """What decoding ``context`` positions takes with projections of so many bits a weight."""
     outputs_inputs = [config.set_shape(name) for name in SETS]
     weights = config.layers * sum(outputs * inputs for outputs, inputs in outputs_inputs)
     embeddings = (1 if config.tied_head else 2) * 2 * config.vocabulary * config.hidden
     rotary = 8 * config.head_dim * context
-    return MemoryNeed(int(weights * bits_per_weight / 8), embeddings, HalfCache.bytes_for(config, context) + rotary)
+    cache = HalfCache.bytes_for(config, context) if kv is None else LowBitCache.bytes_for(config, context, kv)
+    return MemoryNeed(int(weights * bits_per_weight / 8), embeddings, cache + rotary)
 
 
 def require_cuda() -> torch.device:

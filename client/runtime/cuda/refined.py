@@ -4,19 +4,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import torch
 from torch import Tensor
 
 from strataflux.client.keeper import Event
+from strataflux.client.kv_options import KvOptions, blocks_for
 from strataflux.client.prepare.prepared import PreparedModel, store_sections
-from strataflux.client.runtime.cuda.attention import HalfCache
+from strataflux.client.runtime.cuda.attention import Attention, HalfCache
 from strataflux.client.runtime.cuda.beside import N_LANES
 from strataflux.client.runtime.cuda.block import DeviceBlock
 from strataflux.client.runtime.cuda.budget import Budget
 from strataflux.client.runtime.cuda.decoder import GraphDecoder
 from strataflux.client.runtime.cuda.lanes import InlineLanes, Lanes, StreamLanes
+from strataflux.client.runtime.cuda.low_bit_cache import LowBitCache
 from strataflux.client.runtime.cuda.maps import DeviceMaps
 from strataflux.client.runtime.cuda.model import DeviceModel
 from strataflux.client.runtime.cuda.pinned_store import PinnedStore, records_of
@@ -30,6 +32,8 @@ from strataflux.kernels.topk import selected_count
 from strataflux.proto.messages import StoreRef
 
 __all__ = ["DeviceDecoder", "HitRate", "make_decoder"]
+
+_KV_TABLE: Final = 1  # after the store's
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,11 @@ def make_decoder(
     sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
     *,
     early: bool = True,
+    attention: Attention | None = None,
 ) -> GraphDecoder:
     """A decoder of ``model``, its step captured; refined from whatever ``block`` will show, or not at all.
+
+    ``attention`` has ``context`` positions; None keeps keys and values in float16.
 
     Raises:
         MisuseError: heads without a kernel, or weights that cannot be refined.
@@ -64,8 +71,9 @@ def make_decoder(
     if device.type == "cuda":
         lanes = StreamLanes(device, N_LANES, early=early)
     refining = NoRefinement() if block is None else Refinement(model, block, 0, budget, lanes)
-    cache = HalfCache(model.config, context, device)
-    return GraphDecoder(Step(model, cache, refining, Sampler(sampling, device), lanes))
+    if attention is None:
+        attention = HalfCache(model.config, context, device)
+    return GraphDecoder(Step(model, attention, refining, Sampler(sampling, device), lanes))
 
 
 class DeviceDecoder:
@@ -80,17 +88,23 @@ class DeviceDecoder:
         budget: Budget,
         sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
         early: bool = True,
+        kv: KvOptions | None = None,
     ) -> None:
         """Capture a step of ``model``, which was loaded from ``prepared``; nothing is refined until :meth:`attach` or
-        :meth:`pin`.
+        :meth:`pin`. ``kv`` says how keys and values are kept; None keeps them in float16.
 
         Raises:
             MisuseError: heads without a kernel, or a store without records of channels.
         """
         # fixed after construction
-        self._prepared, self._device, self._budget = prepared, model.device, budget
+        self._prepared, self._device, self._budget, self._context = prepared, model.device, budget, context
         self._block = DeviceBlock(model.device)
-        self.decoder = make_decoder(model, context, self._block, budget, sampling, early=early)
+        self._kv = kv
+        self.cache = (
+            None if kv is None else LowBitCache(model.config, context, self._device, kv, self._block, _KV_TABLE)
+        )
+        """The cache, if it is one in low bits."""
+        self.decoder = make_decoder(model, context, self._block, budget, sampling, early=early, attention=self.cache)
         # what refines, at most one of them
         self._maps: DeviceMaps | None = None
         self._session: DeviceSession | None = None
@@ -112,15 +126,32 @@ class DeviceDecoder:
         counts = [selected_count(self._budget.k[name], config.set_shape(name)[1]) for name in SETS]
         self._maps = DeviceMaps(self._block, self._device)
         try:
-            self._session = DeviceSession.attach_device(
+            session = DeviceSession.attach_device(
                 [StoreRef(manifest.digest, manifest.identity)],
                 self._maps,
-                selections_per_step=max(1, config.layers * sum(counts)),
+                selections_per_step=max(1, config.layers * sum(counts) + self._kv_selections()),
                 runtime_dir=runtime_dir,
                 on_event=on_event,
+                kv=None if self._kv is None else self._kv.geometry(config, blocks_for(self._context)),
             )
         except BaseException:
             self._maps.close()
+            raise
+        self._connect(session)
+        self._session = session
+
+    def _kv_selections(self) -> int:
+        """Token groups that the last step looks up."""
+        return 0 if self._kv is None else self._kv.demand(self._prepared.config, self._context).selections
+
+    def _connect(self, session: DeviceSession) -> None:
+        """Let the cache put its records there."""
+        if self.cache is None or session.kv is None:
+            return
+        try:
+            self.cache.connect(session.kv, session.kv.table)
+        except BaseException:
+            session.close()
             raise
 
     def pin(self) -> None:
@@ -151,6 +182,8 @@ class DeviceDecoder:
                 self._store.refresh()
             self.decoder.launch(appended)
         else:
+            # before the session's step, which holds slots: it may encode a tile
+            self.decoder.step.attention.begin_step(self.decoder.position)
             with self._session.step() as step:
                 self.decoder.launch(appended)
             if not step.end():
@@ -164,11 +197,18 @@ class DeviceDecoder:
         return self.decoder.logits
 
     def hit_rate(self) -> HitRate:
-        """Look-ups so far."""
+        """Look-ups of weights so far."""
         if self._session is not None:
             stats = self._session.stats()
-            return HitRate(stats.lookups, stats.hits)
+            return HitRate(stats.lookups - stats.kv_lookups, stats.hits - stats.kv_hits)
         return HitRate(*self._block.weight_lookups()) if self._store is not None else HitRate(0, 0)
+
+    def kv_hit_rate(self) -> HitRate:
+        """Look-ups of token groups so far."""
+        if self._session is None:
+            return HitRate(0, 0)
+        stats = self._session.stats()
+        return HitRate(stats.kv_lookups, stats.kv_hits)
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from strataflux.client.attach import Attachment, AttachRequest
 from strataflux.client.keeper import Event
 from strataflux.client.runtime.cuda.maps import DeviceMaps
 from strataflux.client.session import Session
-from strataflux.proto.messages import StoreRef
+from strataflux.proto.messages import KvGeometry, StoreRef
 from strataflux.proto.runtime import ATTACH_SOCKET, runtime_folder
 from strataflux.proto.store_format import StoreManifest
 
@@ -38,10 +38,11 @@ class DeviceSession(Session):
         selections_per_step: int,
         runtime_dir: Path | None = None,
         on_event: Callable[[Event], None] | None = None,
+        kv: KvGeometry | None = None,
     ) -> "DeviceSession":
         """Attach; arguments and errors as :meth:`Session.attach`, and ``maps`` to keep true to what is mapped."""
         path = runtime_folder(runtime_dir, os.environ) / ATTACH_SOCKET
-        return cls(AttachRequest(path, tuple(stores), selections_per_step, 0, "strataflux-gpu"), maps, on_event)
+        return cls(AttachRequest(path, tuple(stores), selections_per_step, 0, "strataflux-gpu", kv), maps, on_event)
 
     def close(self) -> None:
         """Leave the daemon and drop all maps, the device's registrations first. Idempotent.
