@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from strataflux.client.cli.kv_options import FractionOption, GroupOption, KvOption, RefineKvOption, parse_kv
 from strataflux.client.cli.options import JsonOption
 from strataflux.client.cli.output import Output
 from strataflux.client.errors import MisuseError
@@ -31,20 +32,31 @@ def decode(
     context: Annotated[int, typer.Option(min=0, help="Position of the first token.")] = 0,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens a round.")] = 64,
     programs: Annotated[int, typer.Option(min=1, help="Programs that read over the link.")] = 64,
+    kv: KvOption = None,
+    refine_kv: RefineKvOption = "4/4",
+    group: GroupOption = 4,
+    fraction: FractionOption = "1/128",
     as_json: JsonOption = False,
 ) -> None:
-    """Tokens a second of whole decode steps: BF16, gemlite if installed, the base, and the base refined."""
+    """Tokens a second of whole decode steps: BF16, gemlite if installed, the base, and the base refined.
+
+    With --kv: the base with keys and values in float16, in low bits, and refined, from --context on.
+    """
     from strataflux.client.bench.decode import DecodeSetup, Row, bench_decode
+    from strataflux.client.bench.long_context import LongSetup, bench_long_context
     from strataflux.client.runtime.cuda.device import explained
-    from strataflux.client.runtime.cuda.random_model import BASES, shape_of
+    from strataflux.client.runtime.cuda.random_model import BASES, Base, shape_of
     from strataflux.client.runtime.shifted import SHIFTS
 
     output = Output(as_json)
     for name in base or ():
         if name not in BASES:
             raise MisuseError("--base", repr(name), ", ".join(BASES), "choose among these")
+    bases: tuple[Base, ...] = tuple(base) if base else ("4-bit", "3-bit")  # type: ignore[arg-type]
+    options = None if kv is None else parse_kv(kv, refine_kv, group, fraction, False)
+    long = None if options is None else LongSetup(options, context, bases, tokens)
     setup = DecodeSetup(
-        bases=tuple(base) if base else ("4-bit", "3-bit"),  # type: ignore[arg-type]
+        bases=bases,
         budgets=tuple(k) if k else (8, 16),
         shifts=tuple(shift) if shift else SHIFTS,
         start=context,
@@ -57,7 +69,10 @@ def decode(
         output.print(", ".join(f"{key} {_short(value)}" for key, value in row.items()))
 
     with explained("bench decode"):
-        rows = bench_decode(shape_of(shape), setup, chosen, told)
+        if long is None:
+            rows = bench_decode(shape_of(shape), setup, chosen, told)
+        else:
+            rows = bench_long_context(shape_of(shape), long, chosen, told)
     output.result({"shape": shape, "rows": rows, **_where(chosen)})
 
 

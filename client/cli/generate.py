@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strataflux.cache_policy.miss import Skip
+from strataflux.client.cli.kv_options import (
+    FractionOption,
+    GroupOption,
+    KvOption,
+    PrenormalizeOption,
+    RefineKvOption,
+    parse_kv,
+)
 from strataflux.client.cli.options import (
     ChannelsOption,
     JsonOption,
@@ -26,6 +34,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from strataflux.cache_policy.miss import MissPolicy
+    from strataflux.client.kv import RefinedKVCache
+    from strataflux.client.kv_options import KvOptions
     from strataflux.client.prepare.prepared import PreparedModel
     from strataflux.client.refined import RefinedModel
     from strataflux.client.runtime.generation import Sampling
@@ -51,6 +61,11 @@ def _command(
     platform: Annotated[
         str, typer.Option("--platform", help="With cuda: unified (a daemon's cache) or dedicated (all records pinned).")
     ] = "unified",
+    kv: KvOption = None,
+    refine_kv: RefineKvOption = "4/4",
+    group: GroupOption = 4,
+    fraction: FractionOption = "1/128",
+    prenormalize: PrenormalizeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Go on from a prompt, as a stream of text.
@@ -66,14 +81,15 @@ def _command(
         raise MisuseError("--platform", repr(platform), "unified or dedicated", "choose one")
     output = Output(as_json)
     sampling, policy = Sampling(temperature, top_p, seed), parse_miss(miss)
+    cache = None if kv is None else parse_kv(kv, refine_kv, group, fraction, prenormalize)
     prepared = open_prepared(folder)
     text = _Text(prepared.tokenizer(), prompt, max_tokens, prepared.config.context, as_json)
     if device == "cuda":
         if not isinstance(policy, Skip):
             raise MisuseError("--miss", miss, "skip", "a captured step waits for nothing; use --device cpu")
-        said = _on_cuda(prepared, text, sampling, k, platform, runtime_dir, require_daemon)
+        said = _on_cuda(prepared, text, sampling, k, platform, runtime_dir, require_daemon, cache)
     else:
-        said = _on_cpu(prepared, text, sampling, k, policy, runtime_dir, require_daemon)
+        said = _on_cpu(prepared, text, sampling, k, policy, runtime_dir, require_daemon, cache)
     output.result(said | refined_by(prepared.manifest, k))
 
 
@@ -125,6 +141,7 @@ def _on_cpu(
     policy: "MissPolicy",
     runtime_dir: "Path | None",
     required: bool,
+    kv: "KvOptions | None",
 ) -> dict[str, Any]:
     from strataflux.client.runtime.decoder import Decoder
     from strataflux.client.runtime.generation import generate_tokens
@@ -134,12 +151,30 @@ def _on_cpu(
     with progress("reading the model"):
         weights = DecoderWeights.read(prepared)
     with decoding_threads(), ExitStack() as stack:
-        model = _attach(prepared, weights, text.context, runtime_dir, k, policy, required)
-        advance = Decoder(weights, text.context).step if model is None else stack.enter_context(model).step
+        model = _attach(prepared, weights, text.context, runtime_dir, k, policy, required, kv)
+        if model is None:
+            cache = None if kv is None else _unrefined_cache(weights, text.context, kv)
+            advance = Decoder(weights, text.context, cache=cache).step
+        else:
+            advance = stack.enter_context(model).step
         told = text.tell(generate_tokens(advance, text.given, text.max_tokens, sampling, text.stop))
         stats = None if model is None else model.stats()
-    hit_rate = stats.hits / stats.lookups if stats and stats.lookups else None
-    return {"text": told, "refined": stats is not None, "weight_hit_rate": hit_rate}
+    said: dict[str, Any] = {"text": told, "refined": stats is not None, "weight_hit_rate": None}
+    if stats and stats.lookups > stats.kv_lookups:
+        said["weight_hit_rate"] = (stats.hits - stats.kv_hits) / (stats.lookups - stats.kv_lookups)
+    if kv is not None:
+        said["kv_hit_rate"] = stats.kv_hits / stats.kv_lookups if stats and stats.kv_lookups else None
+    return said
+
+
+def _unrefined_cache(weights: "DecoderWeights", context: int, kv: "KvOptions") -> "RefinedKVCache":
+    """A cache in low bits whose records nobody takes."""
+    from strataflux.client.kv import RefinedKVCache
+    from strataflux.client.kv_blocks import KvBlocks
+    from strataflux.client.kv_options import blocks_for
+
+    blocks = KvBlocks(weights.config, kv.form(weights.config.head_dim), blocks_for(context))
+    return RefinedKVCache(blocks, context)
 
 
 def _attach(
@@ -150,11 +185,12 @@ def _attach(
     k: int | None,
     policy: "MissPolicy",
     required: bool,
+    kv: "KvOptions | None",
 ) -> "RefinedModel | None":
     from strataflux.client.refined import RefinedModel
 
     try:
-        return RefinedModel.attach(prepared, weights, context=context, runtime_dir=runtime_dir, k=k, miss=policy)
+        return RefinedModel.attach(prepared, weights, context=context, runtime_dir=runtime_dir, k=k, miss=policy, kv=kv)
     except (DaemonUnavailableError, RefusedError) as error:
         if required:
             raise
@@ -170,10 +206,11 @@ def _on_cuda(
     platform: str,
     runtime_dir: "Path | None",
     required: bool,
+    kv: "KvOptions | None",
 ) -> dict[str, Any]:
     from strataflux.client.cli.generate_device import DeviceRun, tokens_on, told_of
 
-    run = DeviceRun(platform, k, runtime_dir, required, text.max_tokens, sampling)
+    run = DeviceRun(platform, k, runtime_dir, required, text.max_tokens, sampling, kv)
     with ExitStack() as stack:
         tokens, decoder = tokens_on(stack, prepared, text.given, run, text.stop)
         said = {"text": text.tell(tokens)} | told_of(decoder, run)

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from strataflux.client.cli.output import print_note, progress
 from strataflux.client.errors import DaemonUnavailableError, MisuseError, RefusedError
+from strataflux.client.kv_options import KvOptions
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.runtime.cuda.budget import Budget
 from strataflux.client.runtime.cuda.device import explained, memory_need, require_cuda, require_memory
@@ -27,7 +28,7 @@ class DeviceRun:
     """What is asked for, beside the model and the text.
 
     Raises:
-        MisuseError: on construction: there is no such platform.
+        MisuseError: on construction: there is no such platform, or it does not refine a KV cache.
     """
 
     platform: str
@@ -37,10 +38,19 @@ class DeviceRun:
     require_daemon: bool
     max_tokens: int
     sampling: Sampling
+    kv: KvOptions | None = None
+    """How keys and values are kept; None keeps them in float16."""
 
     def __post_init__(self) -> None:
         if self.platform not in PLATFORMS:
             raise MisuseError("--platform", repr(self.platform), " or ".join(PLATFORMS), "choose one")
+        if (
+            self.kv is not None
+            and self.platform == "dedicated"
+            and (self.kv.refine_key_bits or self.kv.refine_value_bits)
+        ):
+            found = f"{self.kv.refine_key_bits}/{self.kv.refine_value_bits} with --platform dedicated"
+            raise MisuseError("--refine-kv", found, "0/0, since no daemon takes records", "pass --refine-kv 0/0")
 
 
 def device_budget(prepared: PreparedModel, run: DeviceRun) -> Budget:
@@ -70,12 +80,12 @@ def tokens_on(
         raise MisuseError("prompt", "no tokens", "at least one", "give some text")
     device, context = require_cuda(), len(given) + run.max_tokens
     budget = device_budget(prepared, run)
-    require_memory(device, memory_need(prepared.config, prepared.bits_per_weight, context))
+    require_memory(device, memory_need(prepared.config, prepared.bits_per_weight, context, run.kv))
     with explained("--device cuda"):
         with progress("reading the model"):
             model = load_prepared(prepared, device)
         decoder = stack.enter_context(
-            DeviceDecoder(prepared, model, context=context, budget=budget, sampling=run.sampling)
+            DeviceDecoder(prepared, model, context=context, budget=budget, sampling=run.sampling, kv=run.kv)
         )
         if run.platform == "dedicated":
             decoder.pin()
@@ -108,6 +118,7 @@ def _tokens(decoder: DeviceDecoder, given: Sequence[int], count: int, stop: Coll
 def told_of(decoder: DeviceDecoder, run: DeviceRun) -> dict[str, Any]:
     """For the result: where it ran, how it was refined, and how often records were there."""
     rate = decoder.hit_rate()
+    kv = {} if run.kv is None else {"kv_hit_rate": decoder.kv_hit_rate().rate}
     return {
         "device": decoder.name,
         "platform": run.platform,
@@ -115,4 +126,5 @@ def told_of(decoder: DeviceDecoder, run: DeviceRun) -> dict[str, Any]:
         "refined": rate.lookups > 0,
         "weight_lookups": rate.lookups,
         "weight_hit_rate": rate.rate,
+        **kv,
     }

@@ -35,6 +35,8 @@ def test_benchmarks_of_a_gpu_need_one(command: str, run: Run) -> None:
         (("--device", "tpu"), "--device"),
         (("--device", "cuda", "--miss", "wait:5"), "--miss"),
         (("--device", "cuda", "--platform", "shared"), "--platform"),
+        (("--device", "cuda", "--platform", "dedicated", "--kv", "2/2"), "--refine-kv"),
+        (("--kv", "5/2"), "--kv"),
     ],
 )
 def test_refusals(options: tuple[str, ...], named: str, tiny_prepared: PreparedModel, run: Run) -> None:
@@ -43,7 +45,7 @@ def test_refusals(options: tuple[str, ...], named: str, tiny_prepared: PreparedM
     assert named in said.err
 
 
-@pytest.mark.parametrize(("option", "value"), [("--device", "cpu"), ("--base", "5-bit")])
+@pytest.mark.parametrize(("option", "value"), [("--device", "cpu"), ("--base", "5-bit"), ("--kv", "2")])
 def test_refusals_of_benchmarks(option: str, value: str, run: Run) -> None:
     said = run("bench", "decode", option, value)
     assert said.code == 2
