@@ -23,7 +23,9 @@ _SEQUENCE = 512
 
 
 def _command(
-    source: Annotated[Path, typer.Argument(help="A .gguf file, or a Hugging Face folder with safetensors.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A .gguf file, or a Hugging Face folder with safetensors.")
+    ],
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="Where the prepared model shall lie.")],
     bits: Annotated[int, typer.Option(help="Bits of the resident weights: 2, 3 or 4.")] = 3,
     group: Annotated[int, typer.Option(help="Weights that share a scale: 64 or 128.")] = 64,

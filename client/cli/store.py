@@ -35,7 +35,7 @@ __all__ = [
 
 _SHOWN = 20
 
-FolderArgument = Annotated[Path, typer.Argument(help="Folder of a store.")]
+FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a store.")]
 ThreadsOption = Annotated[int, typer.Option(min=1, max=64, help="Reads at a time.")]
 RateOption = Annotated[float, typer.Option("--mib-per-second", min=0, help="Read no faster; 0: as fast as it goes.")]
 
@@ -133,7 +133,7 @@ def import_(
 
 
 def add(
-    name: Annotated[str, typer.Argument(help="Of a folder in the daemon's folder of imports.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a folder in the daemon's folder of imports.")],
     share: ShareOption = "all",
     preload: PreloadOption = False,
     allow_uid: UserOption = None,
@@ -149,7 +149,9 @@ def add(
 
 
 def remove(
-    store: Annotated[str, typer.Argument(help="Its digest, the beginning of it, or its folder's name.")],
+    store: Annotated[
+        str, typer.Argument(metavar="STORE", help="Its digest, the beginning of it, or its folder's name.")
+    ],
     delete: Annotated[bool, typer.Option(help="Remove its files, too, if they lie in the folder of imports.")] = False,
     runtime_dir: RuntimeDirOption = None,
     as_json: JsonOption = False,
