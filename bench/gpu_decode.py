@@ -175,7 +175,7 @@ def sanitizer(rows: Rows, limit: float) -> None:
         return
     # Each allocation by itself: beyond the end of a tensor within a pool there would be another tensor.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    for tool in ("memcheck", "racecheck"):
+    for tools_left, tool in ((2, "memcheck"), (1, "racecheck")):
         command = ["compute-sanitizer", "--tool", tool, "--print-limit", "20", sys.executable, "-m", "pytest", "-c",
                    os.devnull, "--rootdir", ".", "--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-x",
                    *SANITIZED]  # fmt: skip
@@ -183,7 +183,12 @@ def sanitizer(rows: Rows, limit: float) -> None:
         with tempfile.TemporaryFile("w+") as told:
             try:
                 code = subprocess.run(
-                    command, stdout=told, stderr=told, env=environment, timeout=min(limit, rows.left()), check=False
+                    command,
+                    stdout=told,
+                    stderr=told,
+                    env=environment,
+                    timeout=min(limit, rows.left() / tools_left),
+                    check=False,
                 ).returncode
             except subprocess.TimeoutExpired:
                 code = -1
