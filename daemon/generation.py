@@ -10,7 +10,9 @@ the caller.
 import ctypes
 import os
 from collections.abc import Callable
+from typing import Any
 
+import numba
 import numpy as np
 
 from strataflux.cache_policy import budget
@@ -26,7 +28,7 @@ from strataflux.daemon.tier import Tier
 from strataflux.proto import layout
 from strataflux.proto.compiled import compiled
 
-__all__ = ["empty_table", "release_class", "remove_store", "replace_generation"]
+__all__ = ["compile_changes", "empty_table", "release_class", "remove_store", "replace_generation"]
 
 
 @compiled
@@ -50,6 +52,13 @@ def release_class(c: Core, cls: int) -> int:
             drain_page(c, page, EVICTED_EPOCH)
             count += 1
     return count
+
+
+def compile_changes(core: Core) -> None:
+    """Compile, or load, what a change of stores runs: in the middle of one the data path would stand still for it."""
+    dispatchers: tuple[Any, ...] = (requests.drop_table, empty_table, release_class)
+    for dispatcher in dispatchers:
+        dispatcher.compile((numba.typeof(core), numba.int64))  # type: ignore[no-untyped-call]
 
 
 def remove_store(tier: Tier, table: int, settle: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from strataflux.daemon.engines.liburing import open_liburing
 from strataflux.daemon.engines.uring import UringEngine, open_uring
 from strataflux.daemon.errors import ReaderFailed, Refusal, start_error
 from strataflux.daemon.folding import CounterFold, read_stats
-from strataflux.daemon.generation import remove_store, replace_generation
+from strataflux.daemon.generation import compile_changes, remove_store, replace_generation
 from strataflux.daemon.interface import AddedSegment, SessionRequest
 from strataflux.daemon.kv import KvSettings
 from strataflux.daemon.parole import Parole
@@ -108,6 +108,7 @@ class ReaderThread:
         settings = self.settings
         self._tier = Tier(self.stores, settings.weight_bytes, settings.queue_depth, settings.grace_seconds, settings.kv)
         self._pool = SegmentPool(self._tier)
+        compile_changes(self._tier.core)
         self._parole = Parole(self._tier, settings.quarantine_seconds, time.monotonic)
         self._tier.core.rd[0]["idle_timeout_us"] = int(settings.idle_seconds * 1e6)
         self._tier.tenants.apply(settings.tenants)

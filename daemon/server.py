@@ -273,6 +273,7 @@ class Server(Generic[S]):
         idle_seconds = self._watchdog / 4 if self._watchdog else _IDLE_SECONDS
         self._reader = self._make_reader(self.config, stores, idle_seconds)
         self._stack.push_async_callback(asyncio.to_thread, self._reader.stop)
+        _LOG.info("starting the reader; its first start with a version compiles, which takes a minute or more")
         await asyncio.to_thread(self._reader.start)
 
     async def _start_control(self, folder: RuntimeFolder, listener: socket.socket) -> None:

@@ -80,7 +80,8 @@ def parse_miss(text: str) -> MissPolicy:
 
 def refined_by(manifest: "Manifest", k: int | None) -> dict[str, object]:
     """What a result says of how a prepared model was refined, with ``k`` as it was asked for."""
-    return {"k": manifest.k if k is None else k, "shift": manifest.shift, "mlp_scheme": manifest.mlp_scheme}
+    budgets = dict(manifest.k) if k is None else dict.fromkeys(manifest.k, k)
+    return {"k": budgets, "shift": manifest.shift, "mlp_scheme": manifest.mlp_scheme}
 
 
 def spoken_refinement(manifest: "Manifest", k: int | None) -> str:
