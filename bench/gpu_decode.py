@@ -176,7 +176,8 @@ def sanitizer(rows: Rows, limit: float) -> None:
     # Each allocation by itself: beyond the end of a tensor within a pool there would be another tensor.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for tools_left, tool in ((2, "memcheck"), (1, "racecheck")):
-        command = ["compute-sanitizer", "--tool", tool, "--print-limit", "20", sys.executable, "-m", "pytest", "-c",
+        command = ["compute-sanitizer", "--tool", tool, "--print-limit", "20",
+                   "--show-backtrace", "no", sys.executable, "-m", "pytest", "-c",
                    os.devnull, "--rootdir", ".", "--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-x",
                    *SANITIZED]  # fmt: skip
         began = time.monotonic()
@@ -195,6 +196,7 @@ def sanitizer(rows: Rows, limit: float) -> None:
             told.seek(0)
             lines = told.read().splitlines()
         rows.add("sanitizer", tool, code=code, seconds=time.monotonic() - began, last=lines[-4:],
+                 failed=[line for line in lines if line.startswith(("FAILED", "ERROR"))][:10],
                  said=[line for line in lines if line.startswith("=========")][:40])  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class Budget:
     """
     link: Link = _LINK
     """What is taken to be brought beside each product."""
-    errands_below: int = 8
+    errands_below: int = 12
     """Channels per 1,024: with so many or more, records take longer than products leave time to errands, and side lanes
     bring them (docs/PERFORMANCE.md).
     """
