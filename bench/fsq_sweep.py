@@ -57,7 +57,7 @@ def main() -> None:
         settings = FsqSettings(code_bytes(source.config, ratio), levels, bound)
         measure(source, weights, given, references, settings, {"ratio": ratio})
         if (ratio, levels, bound) == (8, 16, "clamp"):
-            for other in ({"metric": "balanced"}, {"sequential": False}):
+            for other in ({"metric": "output"}, {"sequential": False}):
                 measure(source, weights, given, references, replace(settings, **other), {"ratio": ratio, **other})
         if ratio == 8 and bound == "clamp" and levels in (0, 16):
             tiers(source, weights, given, references, settings)

@@ -8,7 +8,8 @@ the leading eigenvectors of ``Cov(S y)`` as its directions:
     E_i = g_i U_iᵀ S W / √λ_i,  e = -E x̄             the gain g_i that makes u_i most like its own levels
     D = Cov(y, c) (Cov(c) + ridge)⁻¹,  b = ȳ - D c̄   regression on the levels that really come out
 
-The metric is what an error does to the layer's output, to first order: for a value head ``Σ_j W_O^jᵀ W_O^j`` over the
+The metric weighs keys and values alike (``balanced``), or by what an error does to the layer's output, to first order
+(``output``): for a value head ``Σ_j W_O^jᵀ W_O^j`` over the
 query heads j that read it; for a key head a diagonal, one weight a rotary pair, of mean squared queries times
 ``τ = Σ_j tr(W_O^j Cov(v) W_O^jᵀ)``, since an error of a logit moves the output by what the values differ.
 
@@ -61,8 +62,8 @@ class FsqSettings:
     levels: int = 16
     """Of each coordinate; 0 gives out bits by direction."""
     bound: Bound = "tanh"
-    metric: Literal["output", "balanced"] = "output"
-    """``balanced`` weighs keys and values by their variances alone."""
+    metric: Literal["output", "balanced"] = "balanced"
+    """``balanced`` weighs keys and values by their variances alone, and measured better (docs/FSQ.md)."""
     sequential: bool = True
     ridge: float = 1e-4
     skipped: int = 0
