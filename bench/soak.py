@@ -62,6 +62,7 @@ class Counts:
     shared_memory_left: int = 0
     files_left: int = 0
     memory_grown_kib: int = 0
+    memory_left_mib: int = 0
     ready_seconds: list[float] = field(default_factory=list)
 
 
@@ -72,7 +73,10 @@ LOSSES = (
     "descriptors_left",
     "shared_memory_left",
     "files_left",
+    "memory_left_mib",
 )
+"""Each of them is a loss; of memory what is above ``GROWTH_MIB``, since allocators keep some of what came and went."""
+GROWTH_MIB = 8
 
 
 class Daemon:
@@ -193,6 +197,7 @@ def kill_clients(daemon: Daemon, store: Path, times: int, counts: Counts) -> Non
     counts.sessions_left += _await_no_session(daemon)
     counts.descriptors_left += max(0, _settled(daemon.descriptors) - descriptors)
     counts.memory_grown_kib = daemon.memory_kib() - memory
+    counts.memory_left_mib = max(0, counts.memory_grown_kib // 1024 - GROWTH_MIB)
 
 
 def _clients(daemon: Daemon, store: Path, times: int) -> int:

@@ -12,7 +12,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -299,6 +299,7 @@ def _read_manifest(path: Path) -> Manifest:
         raise InputError(path, f"format {found!r}", f"format {FORMAT}", "use a matching version of strataflux")
     try:
         names = ("base", "bits", "group", "k", "shift", "mlp_scheme", "kv", "identity")
+        _check_fields(path, value)
         manifest = Manifest(
             config=ModelConfig.from_json(value["config"]),
             origin=value.get("origin"),
@@ -313,6 +314,24 @@ def _read_manifest(path: Path) -> Manifest:
     except (KeyError, TypeError, ModelConfigError) as error:
         raise InputError(path, f"{error}", "all fields of a prepared model", _REMEDY) from error
     return manifest
+
+
+def _check_fields(path: Path, value: Mapping[str, Any]) -> None:
+    """What the fields hold, before anything is made of them."""
+    checks: dict[str, tuple[bool, str]] = {
+        "base": (isinstance(value["base"], str), "a name"),
+        "bits": (value["bits"] in (2, 3, 4), "2, 3 or 4"),
+        "group": (type(value["group"]) is int and value["group"] >= 0, "an integer from 0 on"),
+        "k": (_by_set(value["k"], lambda k: type(k) is int and 0 <= k <= 1024), "0 to 1024 for each projection set"),
+        "shift": (_by_set(value["shift"], lambda s: type(s) in (int, float) and 0 <= s <= 2), "0 to 2 blocks for each"),
+    }
+    for name, (holds, expected) in checks.items():
+        if not holds:
+            raise InputError(path, f"{name} {value[name]!r}", expected, _REMEDY)
+
+
+def _by_set(value: object, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and value.keys() == set(SETS) and all(map(holds, value.values()))
 
 
 def _check_tensors(model: PreparedModel) -> None:

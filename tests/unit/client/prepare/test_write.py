@@ -111,6 +111,11 @@ def edit_manifest(folder: Path, **changes: Any) -> None:
         ({"identity_digest": "0" * 64}, "identity"),
         ({"config": {}}, "missing or unknown fields"),
         ({"bits": 4}, "codes"),
+        ({"bits": "3"}, "bits '3'"),
+        ({"group": -1}, "group -1"),
+        ({"k": {"qkv": 8}}, "k {'qkv': 8}"),
+        ({"k": dict.fromkeys(SETS, 2000)}, "0 to 1024"),
+        ({"shift": dict.fromkeys(SETS, "1")}, "0 to 2 blocks"),
     ],
 )
 def test_manifests_that_do_not_fit_are_refused(
