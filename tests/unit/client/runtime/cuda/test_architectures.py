@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
+
 from strataflux.client.errors import MisuseError
 from strataflux.client.prepare.settings import PrepareSettings
 from strataflux.client.prepare.write import prepare
