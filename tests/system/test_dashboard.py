@@ -108,4 +108,4 @@ def test_the_page_says_that_nobody_answers(browser: str, served: list[threading.
             server.shutdown()
             sampler.stop()
     assert shown(document, "state").startswith("no daemon: ")
-    assert "strataflux doctor" in shown(document, "state")
+    assert "start stratafluxd" in shown(document, "state")
