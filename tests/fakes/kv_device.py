@@ -53,7 +53,7 @@ def make_case(
     encoded = encode_tiles(keys, values, form)
     table = torch.randperm(blocks, generator=generator)[: batch * tiles].reshape(batch, tiles).int()
     exact = [random(batch, kv_heads, TILE_TOKENS, d).half() for _ in range(4)]
-    new = random(batch, (group + 2) * kv_heads, d).half().split([group * kv_heads, kv_heads, kv_heads], 1)
+    new = random(batch, (group + 2) * kv_heads, d).half().split([group * kv_heads, kv_heads, kv_heads], 1)  # type: ignore[no-untyped-call]
     for half in (encoded.keys, encoded.values):
         for name in ("codes", "scale", "zero", "other"):
             object.__setattr__(half, name, getattr(half, name).to(device))

@@ -150,7 +150,7 @@ def check_shares(work: KvWork, index: int, expected: torch.Tensor, bound: float)
     whole = (totals * torch.exp2(tops - most[:, None])).sum(-1)
     of_tile = torch.exp2(work.tile_tops[index].double() - most[:, None]).repeat_interleave(work.form.groups_per_tile, 1)
     shares = (work.sums[index].double() * of_tile / whole[:, None])[:, :groups]
-    found = shares.unflatten(0, (kv_heads, -1)).amax(1)
+    found = shares.unflatten(0, (kv_heads, -1)).amax(1)  # type: ignore[no-untyped-call]
     assert torch.allclose(found, expected, rtol=bound, atol=1e-12)
 
 

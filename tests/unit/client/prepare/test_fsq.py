@@ -51,7 +51,8 @@ class Synthetic:
         return torch.randn(*shape, generator=self.random)
 
     def turn(self, size: int) -> Tensor:
-        return torch.linalg.qr(self.draw(size, size))[0]
+        turned: Tensor = torch.linalg.qr(self.draw(size, size))[0]
+        return turned
 
     def matrix(self, rows: int, decay: float, scale: float) -> Tensor:
         sizes = torch.arange(1, rows + 1).float().pow(-decay)
