@@ -196,20 +196,28 @@ def test_waiting_finds_what_the_daemon_reads_meanwhile(daemon: FakeDaemon) -> No
         assert (session.stats().kv_hits, session.stats().waits) == (0, 1)
 
 
-def test_a_daemon_that_dies_takes_nothing_more_and_nobody_waits(daemon: FakeDaemon, session: Session) -> None:
-    kv = side(session)
-    (block, other) = kv.reserve(2)
-    kv.put(block, payload(1))
-    assert kv.wait_settled(FOREVER)
-    daemon.die()
-    with pytest.raises(DaemonUnavailableError):
-        kv.reserve(1)
-    assert not kv.put_waiting(other, payload(2), FOREVER)
-    with session.step() as step:
-        assert look_up(session, np.array([block * 64])).all()
-    assert step.end()
-    kv.count_dropped()
-    assert session.stats().puts_dropped == 1
+def test_a_daemon_that_dies_takes_nothing_more_and_nobody_waits(daemon: FakeDaemon) -> None:
+    noticed = threading.Event()
+
+    def told(event: Event) -> None:
+        if event.kind == "hung_up":
+            noticed.set()
+
+    with attach(daemon, on_event=told) as session:
+        kv = side(session)
+        (block, other) = kv.reserve(2)
+        kv.put(block, payload(1))
+        assert kv.wait_settled(FOREVER)
+        daemon.die()
+        noticed.wait()  # until then staging memory still takes puts
+        with pytest.raises(DaemonUnavailableError):
+            kv.reserve(1)
+        assert not kv.put_waiting(other, payload(2), FOREVER)
+        with session.step() as step:
+            assert look_up(session, np.array([block * 64])).all()
+        assert step.end()
+        kv.count_dropped()
+        assert session.stats().puts_dropped == 1
 
 
 def test_another_attachment_starts_with_other_ids(daemon: FakeDaemon) -> None:
