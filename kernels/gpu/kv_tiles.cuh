@@ -4,12 +4,11 @@
 // numbers, code · 2^(lift - 24), which the product m16n8k16 takes as they are. They are its 16 rows; its 8 columns are four
 // query heads, each as a high and a low half. Their sums are cut 25 bits below the largest exponent, and codes lie up to
 // 10 below theirs: 15 bits are kept, of logits an error of 3e-5 or a few. In both products lane 4g + q ends with head q
-// (and q + 4): of the logits with tokens 4g … 4g + 3 of each 32, of the output with channels D/8 · g … Nothing is
-// included, so that the compiler needs no headers.
+// (and q + 4): of the logits with tokens 4g … 4g + 3 of each 32, of the output with channels D/8 · g …
+
+#include "device.cuh"
 
 typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
 
 #ifndef HOST_EMULATION  // a test compiles the rest for the host and brings its own versions of these
 extern __shared__ uint4 block_memory[];
@@ -25,11 +24,6 @@ __device__ __forceinline__ uint4 load_exact(const void* address) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
-  return v;
-}
-__device__ __forceinline__ u32 load_half(const u16* address) {
-  u16 v;
-  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(address));
   return v;
 }
 __device__ __forceinline__ int load_int(const int* address) {
@@ -73,13 +67,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-#if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-#else
-__device__ __forceinline__ void let_next_kernel_start() {}
-__device__ __forceinline__ void wait_for_previous_kernel() {}
-#endif
 #endif
 
 const u32 EVERY = 0xFFFFFFFFu;
