@@ -16,6 +16,9 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+from pack_model import join
+
 from strataflux.client.evaluate.compare import cut_windows, join_scores
 from strataflux.client.evaluate.dense import dense_reference, score_logits
 from strataflux.client.evaluate.fsq import fsq_logits
@@ -31,11 +34,7 @@ def main() -> None:
     options = parse()
     device = torch.device(options.device)
     with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder) / "model.gguf"
-        with whole.open("wb") as joined:
-            for part in options.model:
-                joined.write(part.read_bytes())
-        source = open_source(whole)
+        source = open_source(join(options.model, Path(folder)))
         weights = DecoderWeights.read(source).to(device)
         tokenizer = source.tokenizer()
         tokens = tokenizer.encode(read_text(options.text)).ids

@@ -20,6 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parent))
+from pack_model import join
+
 from strataflux.client.evaluate.compare import cut_windows, join_scores
 from strataflux.client.evaluate.dense import dense_reference, score_logits
 from strataflux.client.evaluate.fsq import FsqTiers, fsq_logits, recall_of_tiers
@@ -42,7 +45,7 @@ def main() -> None:
     options = parse()
     device = torch.device(options.device)
     with tempfile.TemporaryDirectory() as folder:
-        source = open_model(options.model, Path(folder))
+        source = open_source(join(options.model, Path(folder)))
         weights = DecoderWeights.read(source).to(device)
         tokens = source.tokenizer().encode(read_text(options.text)).ids
     windows = cut_windows(options.text, tokens, options.window - 1, options.windows)
@@ -74,16 +77,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--ratios", type=lambda text: [float(part) for part in text.split(",")])
     return parser.parse_args()
-
-
-def open_model(parts: Sequence[Path], folder: Path) -> ModelSource:
-    if len(parts) == 1:
-        return open_source(parts[0])
-    joined = folder / "model.gguf"
-    with joined.open("wb") as whole:
-        for part in parts:
-            whole.write(part.read_bytes())
-    return open_source(joined)
 
 
 def calibration(options: argparse.Namespace, source: ModelSource, tokens: Sequence[int]) -> Tensor:

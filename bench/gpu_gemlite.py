@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_timing import microseconds, relative_error
+from gpu_timing import relative_error
+
+from strataflux.client.bench.replays import microseconds
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 LAYERS, GROUP = 32, 128

@@ -25,8 +25,9 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from gpu_records import bundle_kernels, refine_kernels, select_kernels
 from gpu_side import HostRange
-from gpu_timing import SHAPES, Rows, microseconds, relative_error
+from gpu_timing import SHAPES, Rows, relative_error
 
+from strataflux.client.bench.replays import microseconds
 from strataflux.kernels import cuda_build, lowbit_gemv
 from strataflux.kernels.gpu.host_memory import device_attribute
 from strataflux.kernels.lowbit_gemv import STRIP, LowbitWeights, Plan, default_plan, gemv, gemv_reference

@@ -25,8 +25,9 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from gpu_kernels import ceilings, environment
 from gpu_kv_data import KV_HEADS, Layers, attend_exactly, device_cache, selected_exactly
-from gpu_timing import Rows, microseconds, relative_error
+from gpu_timing import Rows, relative_error
 
+from strataflux.client.bench.replays import microseconds
 from strataflux.kernels import cuda_build
 from strataflux.kernels.gpu import kv_attend as kv_attend_module
 from strataflux.kernels.gpu.kv_attend import instance_name, kv_attend

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_side import BenchSide
-from gpu_timing import microseconds
 from torch import Tensor
 
 from strataflux.client import attach_block as ab
+from strataflux.client.bench.replays import microseconds
 from strataflux.kernels.gpu.kv_attend import kv_attend
 from strataflux.kernels.gpu.kv_merge import kv_merge
 from strataflux.kernels.gpu.kv_refine import kv_refine

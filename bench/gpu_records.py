@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_side import BenchSide
-from gpu_timing import SHAPES, Rows, microseconds, relative_error
+from gpu_timing import SHAPES, Rows, relative_error
 from numpy.typing import NDArray
 from torch import Tensor
 
+from strataflux.client.bench.replays import microseconds
 from strataflux.kernels.gpu.bundle import bundle_reference, bundle_scratch, record_bytes, refine_bundles
 from strataflux.kernels.gpu.refine import RefinePlan, refine
 from strataflux.kernels.gpu.select import Selection, score_thresholds, select_and_look_up

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: rows flushed as they come, times of graph replays, errors against float64."""
+"""What the GPU benchmarks share: rows flushed as they come, errors against float64."""
 
 import gc
 import json
@@ -57,33 +57,6 @@ class Rows:
 
 def _short(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
-def graph_of(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A captured graph of ``body``, which ran once before."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        body()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        body()
-    return graph
-
-
-def microseconds(body: Callable[[], None], *, replays: int = 15) -> float:
-    """Median time of one replay of ``body``'s graph."""
-    graph = graph_of(body)
-    for _ in range(2):
-        graph.replay()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-    for begin, end in events:
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    times = sorted(begin.elapsed_time(end) * 1e3 for begin, end in events)
-    return times[len(times) // 2]
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -22,9 +22,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+from pack_model import join
+
 from strataflux.client.evaluate.kv import DenseKv, prefill, score_exact, score_low_bit
 from strataflux.client.evaluate.scoring import Score
-from strataflux.client.prepare.source import ModelSource, open_source
+from strataflux.client.prepare.source import open_source
 from strataflux.client.runtime.models import DecoderWeights, LayerWeights
 from strataflux.kernels.kv_encode import KvFormat
 
@@ -54,7 +57,7 @@ SWEEP: dict[tuple[str, str, bool], list[tuple[Fraction, int]]] = {
 def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as folder:
-        source = open_model(options.model, Path(folder))
+        source = open_source(join(options.model, Path(folder)))
         weights = on_device(DecoderWeights.read(source), options.device)
         tokens = source.tokenizer().encode(options.text.read_text(encoding="utf-8"), add_special_tokens=False).ids
     scores: dict[str, list[Score]] = {}
@@ -81,16 +84,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--exact-tail", action="store_true", help="keep blocks exact that fill up while scoring")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
-
-
-def open_model(parts: Sequence[Path], folder: Path) -> ModelSource:
-    if len(parts) == 1:
-        return open_source(parts[0])
-    joined = folder / "model.gguf"
-    with joined.open("wb") as whole:
-        for part in parts:
-            whole.write(part.read_bytes())
-    return open_source(joined)
 
 
 def integers(text: str) -> tuple[int, ...]:

@@ -1,9 +1,11 @@
-"""Split a file into parts small enough to carry; ``weights_sweep.py --model`` takes the parts and joins them.
+"""Split a file into parts small enough to carry; scripts whose ``--model`` takes the parts join them.
 
 python bench/pack_model.py MODEL.gguf parts/ --parts 2
 """
 
 import argparse
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 _PIECE = 1 << 20
@@ -21,6 +23,18 @@ def split(file: Path, folder: Path, parts: int) -> list[Path]:
                 for at in range(start, stop, _PIECE):
                     part.write(whole.read(min(_PIECE, stop - at)))
     return made
+
+
+def join(parts: Sequence[Path], folder: Path) -> Path:
+    """The file that ``parts`` are, made in ``folder``; one part is the file, or the folder of a model, itself."""
+    if len(parts) == 1:
+        return parts[0]
+    joined = folder / "model.gguf"
+    with joined.open("wb") as whole:
+        for part in parts:
+            with part.open("rb") as file:
+                shutil.copyfileobj(file, whole)
+    return joined
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ as if nothing missed. The unquantized model is the reference of every divergence
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -19,6 +18,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pack_model import join
 
 from strataflux.client.evaluate.compare import cut_windows, join_scores
 from strataflux.client.evaluate.dense import DenseModel, dense_reference, dense_score
@@ -303,17 +305,6 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
     return found
 
 
-def open_model(parts: Sequence[Path], folder: Path) -> ModelSource:
-    if len(parts) == 1:
-        return open_source(parts[0])
-    joined = folder / "model.gguf"
-    with joined.open("wb") as whole:
-        for part in parts:
-            with part.open("rb") as file:
-                shutil.copyfileobj(file, whole)
-    return open_source(joined)
-
-
 def calibration_tokens(arguments: argparse.Namespace, source: ModelSource, used: int) -> Tensor:
     tokenizer = source.tokenizer()
     if arguments.calibration == "rest":
@@ -327,7 +318,7 @@ def main() -> None:
     arguments = parse()
     device = torch.device(arguments.device)
     with tempfile.TemporaryDirectory() as name:
-        source = open_model(arguments.model, Path(name))
+        source = open_source(join(arguments.model, Path(name)))
         ids = source.tokenizer().encode(read_text(arguments.text)).ids
         windows = cut_windows(arguments.text, ids, arguments.window - 1, arguments.windows)
         tokens = calibration_tokens(arguments, source, arguments.window * arguments.windows)
