@@ -66,7 +66,7 @@ class FakeDaemon:
         self._doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # the fake's thread only; tests may set the script's switches before they act
-        self.fill_on_request = self.hold_puts = False
+        self.fill_when_awaited = self.hold_puts = False
         self.put_result = layout.PUT_ACCEPTED
         self.cache_puts = True  # records are resident as soon as their block is put
         self.drop_requests = self.die_when_awaited = False
@@ -195,18 +195,19 @@ class FakeDaemon:
                 self._accept()
             for session in [s for s in self.sessions if s.connection.fileno() in ready]:
                 self._read(session)
-            if self.fill_on_request:
+            awaited = any(load_word(s.page_at("awaiting")) for s in self.sessions)
+            if self.fill_when_awaited and awaited:
                 self._drain()
             if not self.hold_puts:
                 self._take_puts()
-            if self.die_when_awaited and any(load_word(s.page_at("awaiting")) for s in self.sessions):
+            if self.die_when_awaited and awaited:
                 self._stop()
             self._obey()
 
     def _timeout(self) -> float | None:
         busy = any(s.inside() or load_word(s.page_at("awaiting")) for s in self.sessions)
         putting = not self.hold_puts and any(s.kv for s in self.sessions)
-        return _POLL_SECONDS if putting or (busy and (self.fill_on_request or self.die_when_awaited)) else None
+        return _POLL_SECONDS if putting or (busy and (self.fill_when_awaited or self.die_when_awaited)) else None
 
     def _obey(self) -> None:
         while not self._commands.empty():
@@ -343,7 +344,7 @@ class FakeDaemon:
                 if self.drop_requests:
                     continue
                 self._requests.append(request)
-                if not self.fill_on_request:
+                if not self.fill_when_awaited:
                     continue
                 if session.kv is None or request.table < len(session.hello.stores):
                     self._fill(request.table, request.oid)

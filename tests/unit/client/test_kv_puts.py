@@ -185,7 +185,7 @@ def test_the_quota_is_named_and_what_is_released_is_free_again(session: Session)
 
 def test_waiting_finds_what_the_daemon_reads_meanwhile(daemon: FakeDaemon) -> None:
     daemon.cache_puts = False
-    daemon.fill_on_request = True
+    daemon.fill_when_awaited = True
     with attach(daemon, miss=Wait(60.0), largest_set_bytes=4096) as session:
         kv = side(session)
         (block,) = kv.reserve(1)

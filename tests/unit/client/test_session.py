@@ -306,7 +306,7 @@ def test_draining_goes_on_with_what_is_there(client: Client, daemon: FakeDaemon)
 
 
 def test_waiting_brings_everything(daemon: FakeDaemon, connect: Connect) -> None:
-    daemon.fill_on_request = True
+    daemon.fill_when_awaited = True
     client = connect(Wait(30.0))
     daemon.publish(0, 1)
     assert client.read(1, 2, 3) == [record_bytes(client.manifest, oid) for oid in (1, 2, 3)]

@@ -53,7 +53,7 @@ def test_what_came_meanwhile_is_collected(tmp_path: Path, daemon: FakeDaemon, ma
 
 
 def test_only_collecting_waits(tmp_path: Path, daemon: FakeDaemon, manifest: StoreManifest) -> None:
-    daemon.fill_on_request = True
+    daemon.fill_when_awaited = True
     addresses = np.zeros(3, np.uint64)
     with attach(tmp_path, manifest, Wait(60.0)) as session:
         with session.step() as step:
