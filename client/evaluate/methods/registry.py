@@ -1,0 +1,64 @@
+"""The methods by name. Labels: [P] as its paper says, [O] our own choice where papers differ or are silent."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from strataflux.client.errors import MisuseError
+from strataflux.client.evaluate.methods.base import KvMethod, Making, MethodSpec, full_bytes
+from strataflux.client.evaluate.methods.fsq import make_fsq
+from strataflux.client.evaluate.methods.held import Appended
+
+__all__ = ["METHODS", "Method", "check_method", "make_method"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method before it is made for a model."""
+
+    amount: Literal["ratio", "bits", "none"]
+    """What comes after its name."""
+    fitted: bool
+    """Whether it needs text to be made from."""
+    make: Callable[[MethodSpec, Making], KvMethod]
+    about: str
+    allowed: tuple[int, ...] = ()
+    """Bits it can do."""
+
+
+def _make_exact(spec: MethodSpec, making: Making) -> KvMethod:
+    size = making.config.layers * full_bytes(making.config)
+    return KvMethod(str(spec), lambda _: Appended(), lambda prompt, further: size * (prompt + further))
+
+
+METHODS: Mapping[str, Method] = {
+    "exact": Method("none", False, _make_exact, "every key and value; counted as float16"),
+    "fsq": Method("ratio", True, make_fsq, "a finite-scalar-quantized code, bits given out by direction"),
+}
+"""Names as ``--kv`` takes them."""
+
+
+def check_method(spec: MethodSpec) -> Method:
+    """The method that ``spec`` names.
+
+    Raises:
+        MisuseError: there is none, or it takes another amount.
+    """
+    if spec.name not in METHODS:
+        raise MisuseError("--kv", repr(spec.name), f"one of {', '.join(sorted(METHODS))}", "name one of them")
+    method = METHODS[spec.name]
+    found = "ratio" if spec.ratio is not None else "bits" if spec.bits is not None else "none"
+    if found != method.amount or (method.allowed and spec.bits not in method.allowed):
+        examples = {"ratio": ":8x", "bits": f":{' or :'.join(map(str, method.allowed))}", "none": " alone"}
+        raise MisuseError("--kv", str(spec), f"{spec.name}{examples[method.amount]}", "write it so")
+    return method
+
+
+def make_method(spec: MethodSpec, making: Making) -> KvMethod:
+    """Make the method that ``spec`` names for a model.
+
+    Raises:
+        MisuseError: as :func:`check_method`, or it needs text to fit on and has none.
+        InputError: there is too little text.
+    """
+    return check_method(spec).make(spec, making)
