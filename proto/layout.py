@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-LAYOUT_VERSION: Final = 1
+LAYOUT_VERSION: Final = 2
 """Version of every shared segment and attach message; the two sides must be equal."""
 
 CACHE_LINE: Final = 64
@@ -46,7 +46,9 @@ MAX_STEPS_IN_FLIGHT: Final = 2
 LAP_SHIFT: Final = 56
 SCORE_SHIFT: Final = 48
 TABLE_SHIFT: Final = 40
-OID_MASK: Final = (1 << 40) - 1
+PREFETCH: Final = 1 << 39
+"""Bit of a request for a record that was not missed, but will be looked up soon."""
+OID_MASK: Final = PREFETCH - 1
 PUT_STAGING_SHIFT: Final = 48
 LAPS: Final = 255
 
@@ -98,6 +100,11 @@ SESSION_VIEW = _page(
         ("ring_head", "<u8", 192),
         ("puts_done", "<u8", 256),
         ("put_results", "(4,)<u4", 264),
+        # of weights, of KV
+        ("prefetch_fills", "(2,)<u8", 320),
+        ("prefetch_used", "(2,)<u8", 336),
+        ("prefetch_unused", "(2,)<u8", 352),
+        ("prefetch_dropped", "(2,)<u8", 368),
     ]
 )
 """One per session, written by the daemon, read-only to its client."""

@@ -348,8 +348,8 @@ def test_a_daemon_that_dies_ends_the_wait(daemon: FakeDaemon, connect: Connect) 
 
 def test_refusals_carry_both_numbers(tmp_path: Path, manifest: StoreManifest) -> None:
     with (
-        FakeDaemon(tmp_path, [manifest], layout_version=2),
-        pytest.raises(RefusedError, match="layout version 1; expected layout version 2"),
+        FakeDaemon(tmp_path, [manifest], layout_version=layout.LAYOUT_VERSION + 1),
+        pytest.raises(RefusedError, match="layout version 2; expected layout version 3"),
     ):
         Session.attach([manifest], selections_per_step=1, runtime_dir=tmp_path)
     with (

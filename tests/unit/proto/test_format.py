@@ -29,7 +29,12 @@ def rows(title: str, table: int = 0) -> Iterator[list[str]]:
         yield [cell.strip().replace("`", "") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
-WIDTHS = {"u32": np.dtype("<u4"), "u64": np.dtype("<u8"), "u32 × 4": np.dtype(("<u4", (4,)))}
+WIDTHS = {
+    "u32": np.dtype("<u4"),
+    "u64": np.dtype("<u8"),
+    "u32 × 4": np.dtype(("<u4", (4,))),
+    "u64 × 2": np.dtype(("<u8", (2,))),
+}
 
 
 @pytest.mark.parametrize(
@@ -71,9 +76,10 @@ def test_directory_values_are_as_written() -> None:
 
 def test_ring_entry_bits_are_as_written() -> None:
     bits = [row[0] for row in rows("Rings")]
-    assert bits == ["56-63", "48-55", "40-47", "0-39"]
+    assert bits == ["56-63", "48-55", "40-47", "39", "0-38"]
     assert (layout.LAP_SHIFT, layout.SCORE_SHIFT, layout.TABLE_SHIFT) == (56, 48, 40)
-    assert layout.OID_MASK == (1 << 40) - 1
+    assert layout.PREFETCH == 1 << 39
+    assert layout.OID_MASK == (1 << 39) - 1
     assert layout.PUT_STAGING_SHIFT == 48
 
 
