@@ -18,6 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,9 +30,29 @@ from strataflux.client.evaluate.fsq import FsqTiers, fsq_logits, recall_of_tiers
 from strataflux.client.evaluate.scoring import Reference
 from strataflux.client.evaluate.text import read_text
 from strataflux.client.prepare.fsq import Conversion, FsqSettings, code_bytes, convert
-from strataflux.client.prepare.source import ModelSource, open_source
-from strataflux.client.runtime.models import DecoderWeights
+from strataflux.client.prepare.source import open_source
+from strataflux.client.runtime.models import DecoderWeights, LayerWeights, WeightSource
 from strataflux.kernels.fsq import FsqLayer
+
+
+class HeldSource:
+    """Weights in memory, on their device, as what conversion reads from."""
+
+    def __init__(self, weights: DecoderWeights) -> None:
+        self.weights, self.config = weights, weights.config
+
+    def embedding(self) -> Tensor:
+        return self.weights.embedding
+
+    def norm(self) -> Tensor:
+        return self.weights.norm
+
+    def head(self) -> Tensor:
+        return self.weights.head
+
+    def layer(self, index: int) -> LayerWeights:
+        return self.weights.layers[index]
+
 
 VARIANTS = [
     (ratio, levels, bound)
@@ -47,10 +68,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = open_source(join(options.model, Path(folder)))
         weights = DecoderWeights.read(source).to(device)
-        tokens = source.tokenizer().encode(read_text(options.text)).ids
+        tokenizer = source.tokenizer()
+    source = HeldSource(weights)
+    tokens = tokenizer.encode(read_text(options.text)).ids
     windows = cut_windows(options.text, tokens, options.window - 1, options.windows)
     references = [dense_reference(weights, window) for window in windows]
-    given = calibration(options, source, tokens)
+    given = calibration(options, tokenizer, tokens)
     put(
         {"row": "reference", "ppl": join_scores([r.score for r in references]).perplexity, "calibration": given.numel()}
     )
@@ -62,7 +85,7 @@ def main() -> None:
         if (ratio, levels, bound) == (8, 16, "clamp"):
             for other in ({"metric": "output"}, {"sequential": False}):
                 measure(source, weights, given, references, replace(settings, **other), {"ratio": ratio, **other})
-        if ratio == 8 and bound == "clamp" and levels in (0, 16):
+        if options.tiers and (ratio, levels) == (8, 0):
             tiers(source, weights, given, references, settings)
 
 
@@ -75,15 +98,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window", type=int, default=2048)
+    parser.add_argument("--tiers", action="store_true", help="8 × by direction in two tiers, too")
     parser.add_argument("--ratios", type=lambda text: [float(part) for part in text.split(",")])
     return parser.parse_args()
 
 
-def calibration(options: argparse.Namespace, source: ModelSource, tokens: Sequence[int]) -> Tensor:
+def calibration(options: argparse.Namespace, tokenizer: Tokenizer, tokens: Sequence[int]) -> Tensor:
     if options.calibration is None:
         rest = tokens[options.windows * options.window :]
     else:
-        rest = source.tokenizer().encode(read_text(options.calibration)).ids
+        rest = tokenizer.encode(read_text(options.calibration)).ids
     count = min(options.sequences, len(rest) // 512)
     return torch.tensor(rest[: count * 512]).view(count, 512)
 
@@ -102,7 +126,7 @@ def describe(settings: FsqSettings) -> dict[str, object]:
 
 
 def measure(
-    source: ModelSource,
+    source: WeightSource,
     weights: DecoderWeights,
     given: Tensor,
     references: Sequence[Reference],
@@ -125,7 +149,7 @@ def measure(
 
 
 def tiers(
-    source: ModelSource,
+    source: WeightSource,
     weights: DecoderWeights,
     given: Tensor,
     references: Sequence[Reference],

@@ -8,9 +8,11 @@ the leading eigenvectors of ``Cov(S y)`` as its directions:
     E_i = g_i U_iᵀ S W / √λ_i,  e = -E x̄             the gain g_i that makes u_i most like its own levels
     D = Cov(y, c) (Cov(c) + ridge)⁻¹,  b = ȳ - D c̄   regression on the levels that really come out
 
+Both matrices are rounded to float16, in which they are stored, before what follows from them is computed.
+
 The metric weighs keys and values alike (``balanced``), or by what an error does to the layer's output, to first order
-(``output``): for a value head ``Σ_j W_O^jᵀ W_O^j`` over the
-query heads j that read it; for a key head a diagonal, one weight a rotary pair, of mean squared queries times
+(``output``): for a value head ``Σ_j W_O^jᵀ W_O^j`` over the query heads j that read it; for a key head a diagonal, one
+weight a rotary pair, of mean squared queries times
 ``τ = Σ_j tr(W_O^j Cov(v) W_O^jᵀ)``, since an error of a logit moves the output by what the values differ.
 
 Widths of coordinates are equal, or given out by how much divergence a bit removes (``mixed``): directions differ in
@@ -109,6 +111,7 @@ def convert(
     settings: FsqSettings,
     device: torch.device,
     advance: Callable[[int, Conversion], object] = lambda _, __: None,
+    kept: Callable[[int], Conversion | None] = lambda _: None,
 ) -> list[Conversion]:
     """Convert every layer of a model, one layer in memory at a time.
 
@@ -118,6 +121,7 @@ def convert(
         settings: size and manner of the code.
         device: where to compute.
         advance: told of each layer as it is done.
+        kept: what an earlier run made of a layer, or None; that is not made again.
 
     Raises:
         InputError: there are fewer tokens than the decoder's regression needs.
@@ -131,7 +135,7 @@ def convert(
     made = []
     for index in range(config.layers):
         layer = source.layer(index).to(device)
-        done = convert_layer(config, layer, exact, fed, settings)
+        done = kept(index) or convert_layer(config, layer, exact, fed, settings)
         made.append(done)
         advance(index, done)
         exact = _through(config, layer, exact, turns, partial(multiply, layer))
@@ -326,7 +330,7 @@ def _with_gains(rows: Tensor, x: Tensor, grid: FsqGrid) -> tuple[Tensor, Tensor]
         likeness = _correlation(u, centres)
         gains = torch.where(likeness > best, gain, gains)
         best = torch.maximum(best, likeness)
-    encoder = rows * gains[:, None]
+    encoder = (rows * gains[:, None]).half().float()
     return encoder, -encoder @ mean
 
 
@@ -359,4 +363,5 @@ def _regress(
     variance = squares / count - mean_y.square()
     # What regression leaves: Var(y) - 2 D Cov(c, y) + D Cov(c) Dᵀ, its diagonal.
     left_over = variance - 2 * (decoder * cov_y).sum(1) + ((decoder @ cov_c) * decoder).sum(1)
+    decoder = decoder.half().double()
     return decoder.float(), (mean_y - decoder @ mean_c).float(), torch.stack((left_over.clamp_min(0), variance))

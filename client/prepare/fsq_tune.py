@@ -1,14 +1,19 @@
 """Finetune the encoders and decoders of a converted model; everything else stays as it is.
 
 The grid is on while training, rounding counted as the identity (the paper's recipe: AdamW, warm-up over a twentieth of
-the steps, cosine down to a twentieth of the rate). Ours: the loss is the divergence from the unconverted model instead
-of the text's surprise, so a little text goes further; levels are scaled to about one, so that encoder and decoder see
-gradients of like size. Quantization runs in float32, products of frozen weights in bfloat16 where the device has it.
+the steps, cosine down to a twentieth of the rate). Ours:
 
-The state of a run is one file, written by rename every few steps: an interrupted run goes on from it.
+- the loss is the divergence from the unconverted model instead of the text's surprise, so a little text goes further;
+- rates are relative: each row of an encoder and each column of a decoder is trained in units of its size. Directions
+  differ in size by orders of magnitude, and one absolute rate that moves the strong ones drowns the weak ones;
+- with held-out text, what is kept is the best that any check saw there, the untrained codes included.
+
+Quantization runs in float32, products of frozen weights in bfloat16 where the device has it. The state of a run is one
+file, written by rename every few steps: an interrupted run goes on from it.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,107 +34,174 @@ __all__ = ["FsqTuning", "TuneSettings", "random_sequences"]
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """How long and how fast to train."""
+    """How long and how fast to train: until ``steps`` are done or ``seconds`` are over, whichever is first."""
 
     steps: int
     rate: float = 1e-3
+    """The largest step, relative to the size of what it changes."""
+    seconds: float = math.inf
+    """Of training, over all runs from one state."""
     decay: float = 0.01
     clip: float = 1.0
     save_every: int = 200
     """Steps between states on disk; what an interruption costs."""
+    check_every: int = 20
+    """Steps between looks at held-out text."""
+    recompute: bool = True
+    """Compute a layer again when its gradients are due instead of keeping what is between."""
 
-    def rate_at(self, step: int) -> float:
-        """Warm-up, then cosine."""
-        warm = max(1, self.steps // 20)
-        if step < warm:
-            return self.rate * (step + 1) / warm
-        along = (step - warm) / max(1, self.steps - warm)
-        return self.rate * (0.05 + 0.95 * (1 + math.cos(math.pi * along)) / 2)
+    def rate_at(self, along: float) -> float:
+        """Warm-up, then cosine; ``along`` is the share of the run that is over."""
+        if along < 0.05:
+            return self.rate * max(along / 0.05, 0.01)
+        return self.rate * (0.05 + 0.95 * (1 + math.cos(math.pi * (along - 0.05) / 0.95)) / 2)
 
 
 class _Code(nn.Module):
-    """One layer's parameters; the decoder works on levels scaled to about one."""
+    """One layer's parameters in units of their sizes."""
 
     def __init__(self, layer: FsqLayer) -> None:
         super().__init__()
         self.grid: FsqGrid = layer.grid
         self.scale = layer.grid.levels.to(layer.encoder.device) / 2
-        self.encoder = nn.Parameter(layer.encoder.clone())
-        self.encoder_bias = nn.Parameter(layer.encoder_bias.clone())
-        self.decoder = nn.Parameter(layer.decoder * self.scale)
-        self.decoder_bias = nn.Parameter(layer.decoder_bias.clone())
+        decoder = layer.decoder * self.scale
+        self.rows = _size(layer.encoder, 1)
+        self.columns = _size(decoder, 0)
+        # A bias counts as the weight of an input as large as all others together.
+        self.row_shift = self.rows.flatten() * layer.encoder.shape[1] ** 0.5
+        self.output_shift = _size(decoder, 1).flatten() * decoder.shape[1] ** 0.5
+        self.encoder = nn.Parameter(layer.encoder / self.rows)
+        self.encoder_bias = nn.Parameter(layer.encoder_bias / self.row_shift)
+        self.decoder = nn.Parameter(decoder / self.columns)
+        self.decoder_bias = nn.Parameter(layer.decoder_bias / self.output_shift)
 
     def forward(self, x: Tensor) -> Tensor:
         """Keys and values [..., m] of inputs [..., hidden]."""
         with torch.autocast(x.device.type, enabled=False):
-            z = linear(x.float(), self.encoder, self.encoder_bias)
+            z = linear(x.float(), self.encoder * self.rows, self.encoder_bias * self.row_shift)
             scaled = quantize_straight_through(z, self.grid) / self.scale
-        return linear(scaled, self.decoder, self.decoder_bias)
+        return linear(scaled, self.decoder * self.columns, self.decoder_bias * self.output_shift)
 
+    @torch.no_grad()
     def result(self) -> FsqLayer:
         """The layer as it decodes."""
-        decoder = self.decoder.detach() / self.scale
         return FsqLayer(
             self.grid,
-            self.encoder.detach().clone(),
-            self.encoder_bias.detach().clone(),
-            decoder,
-            self.decoder_bias.detach().clone(),
+            self.encoder * self.rows,
+            self.encoder_bias * self.row_shift,
+            self.decoder * self.columns / self.scale,
+            self.decoder_bias * self.output_shift,
         )
+
+
+def _size(matrix: Tensor, dim: int) -> Tensor:
+    """Root mean squares along ``dim``, which stays."""
+    size: Tensor = matrix.square().mean(dim, keepdim=True).sqrt().clamp_min(1e-12)
+    return size
 
 
 class FsqTuning:
     """One run. ``run`` may be interrupted at any time; a new object with the same arguments goes on."""
 
     def __init__(
-        self, weights: DecoderWeights, codes: Sequence[FsqLayer], settings: TuneSettings, state: Path | None = None
+        self,
+        weights: DecoderWeights,
+        codes: Sequence[FsqLayer],
+        settings: TuneSettings,
+        state: Path | None = None,
+        held_out: Sequence[Tensor] = (),
     ) -> None:
-        """Train ``codes``, one for each layer of ``weights``, on their device; keep the run's state in ``state``."""
+        """Train ``codes``, one for each layer of ``weights``, on their device.
+
+        Args:
+            weights: the model, all of it frozen.
+            codes: where to begin.
+            settings: how long and how fast.
+            state: the file that keeps the run's state; None keeps none.
+            held_out: batches of tokens [sequences, n] that are not trained on; what does best on them is the result.
+        """
         # fixed after construction
         self._weights = weights
         self._settings = settings
         self._state = state
+        self._held_out = held_out
         # changed by training
         self._codes = nn.ModuleList(_Code(code) for code in codes)
         self._optimizer = torch.optim.AdamW(
             self._codes.parameters(), settings.rate, betas=(0.9, 0.95), weight_decay=settings.decay
         )
+        self._best: dict[str, Tensor] = {}
         self.step = 0
+        self.seconds = 0.0
+        """Spent in training, checks included."""
+        self.held_out_loss = math.inf
+        """The least divergence that a check saw, in nats a token."""
         if state is not None and state.exists():
             self._load(state)
 
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.step >= self._settings.steps or self.seconds >= self._settings.seconds
+
     def run(self, batches: Iterable[Tensor], progress: Callable[[int, float], object] = lambda _, __: None) -> None:
-        """Train on ``batches`` of tokens [sequences, n] int64 until all steps are done; ``progress`` is told of each
-        step and its divergence in nats a token.
+        """Train on ``batches`` of tokens [sequences, n] int64 until all is done; ``progress`` is told of each step and
+        its divergence in nats a token.
         """
+        last, settings = time.monotonic(), self._settings
+        if self.step == 0:
+            self._check()
         for tokens in batches:
-            if self.step == self._settings.steps:
+            if self.done:
                 break
             loss = self._train(tokens)
             self.step += 1
+            if self.step % settings.check_every == 0:
+                self._check()
+            self.seconds, last = self.seconds + time.monotonic() - last, time.monotonic()
             progress(self.step, loss)
-            if self._state is not None and (self.step % self._settings.save_every == 0):
+            if self._state is not None and self.step % settings.save_every == 0:
                 self._save(self._state)
+        self._check()
         if self._state is not None:
             self._save(self._state)
 
     def result(self) -> list[FsqLayer]:
-        """The layers as trained so far."""
-        return [code.result() for code in self._codes]  # type: ignore[operator]
+        """The layers as trained so far; with held-out text the best of them."""
+        now = {name: tensor.detach().clone() for name, tensor in self._codes.state_dict().items()}
+        self._codes.load_state_dict(self._best or now)
+        found = [code.result() for code in self._codes]  # type: ignore[operator]
+        self._codes.load_state_dict(now)
+        return found
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        if not self._held_out:
+            return
+        loss = sum(self._loss(tokens).item() for tokens in self._held_out) / len(self._held_out)
+        if loss < self.held_out_loss:
+            self.held_out_loss = loss
+            self._best = {name: tensor.detach().clone() for name, tensor in self._codes.state_dict().items()}
 
     def _train(self, tokens: Tensor) -> float:
+        settings = self._settings
+        along = max((self.step + 1) / settings.steps, self.seconds / settings.seconds)
         for group in self._optimizer.param_groups:
-            group["lr"] = self._settings.rate_at(self.step)
+            group["lr"] = settings.rate_at(min(1.0, along))
+        loss = self._loss(tokens)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self._codes.parameters(), settings.clip)
+        self._optimizer.step()
+        return loss.item()
+
+    def _loss(self, tokens: Tensor) -> Tensor:
         with torch.autocast(tokens.device.type, torch.bfloat16):
             with torch.no_grad():
                 wanted = torch.log_softmax(self._logits(tokens, converted=False).float(), -1)
             found = torch.log_softmax(self._logits(tokens, converted=True).float(), -1)
-        loss = (wanted.exp() * (wanted - found)).sum(-1).mean()
-        self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self._codes.parameters(), self._settings.clip)
-        self._optimizer.step()
-        return loss.item()
+        loss: Tensor = (wanted.exp() * (wanted - found)).sum(-1).mean()
+        return loss
 
     def _logits(self, tokens: Tensor, *, converted: bool) -> Tensor:
         weights, config = self._weights, self._weights.config
@@ -137,10 +209,10 @@ class FsqTuning:
         turns = cosine.to(tokens.device), sine.to(tokens.device)
         hidden = weights.embedding[tokens]
         for index in range(config.layers):
-            if converted:
+            if converted and self._settings.recompute and torch.is_grad_enabled():
                 hidden = checkpoint(self._layer, hidden, index, turns, True, use_reentrant=False)
             else:
-                hidden = self._layer(hidden, index, turns, False)
+                hidden = self._layer(hidden, index, turns, converted)
         return linear(rms_norm(hidden, (config.hidden,), weights.norm, config.norm_epsilon), weights.head)
 
     def _layer(self, hidden: Tensor, index: int, turns: tuple[Tensor, Tensor], converted: bool) -> Tensor:
@@ -156,8 +228,10 @@ class FsqTuning:
 
     def _save(self, path: Path) -> None:
         tensors = {f"code.{name}": tensor for name, tensor in self._codes.state_dict().items()}
+        tensors |= {f"best.{name}": tensor for name, tensor in self._best.items()}
         for index, state in self._optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
+        tensors["progress"] = torch.tensor([self.step, self.seconds, self.held_out_loss], dtype=torch.float64)
         partial = path.with_name(f".{path.name}")
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(held, partial)
@@ -166,13 +240,15 @@ class FsqTuning:
     def _load(self, path: Path) -> None:
         tensors = load_file(path)
         self._codes.load_state_dict({n.removeprefix("code."): t for n, t in tensors.items() if n.startswith("code.")})
+        self._best = {n.removeprefix("best."): t for n, t in tensors.items() if n.startswith("best.")}
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             if name.startswith("optimizer."):
                 _, index, field = name.split(".")
                 state.setdefault(int(index), {})[field] = tensor
         self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
-        self.step = int(max((float(parts["step"]) for parts in state.values()), default=0))
+        step, self.seconds, self.held_out_loss = tensors["progress"].tolist()
+        self.step = int(step)
 
 
 def random_sequences(tokens: Tensor, sequences: int, length: int, seed: int, first: int = 0) -> Iterable[Tensor]:
@@ -181,5 +257,5 @@ def random_sequences(tokens: Tensor, sequences: int, length: int, seed: int, fir
     while True:
         random = torch.Generator().manual_seed(seed * 1_000_003 + number)
         starts = torch.randint(0, tokens.shape[0] - length + 1, (sequences,), generator=random)
-        yield tokens[starts[:, None] + torch.arange(length)]
+        yield tokens[(starts[:, None] + torch.arange(length)).to(tokens.device)]
         number += 1

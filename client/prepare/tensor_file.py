@@ -52,15 +52,17 @@ class TensorDigest:
 
 class TensorFileWriter:
     """A context that writes ``tensors`` to ``path`` in the order declared; ``digest`` covers what was
-    written.
+    written. ``metadata`` goes into the header, and not into the digest.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, TensorShape]) -> None:
+    def __init__(
+        self, path: Path, tensors: Mapping[str, TensorShape], metadata: Mapping[str, str] | None = None
+    ) -> None:
         self.digest = TensorDigest()
         self._expected = list(tensors.items())
         self._written = 0
         self._file = path.open("xb")
-        header = _header(tensors)
+        header = _header(tensors, metadata)
         self._file.write(struct.pack("<Q", len(header)) + header)
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -90,8 +92,8 @@ class TensorFileWriter:
         self._file.close()
 
 
-def _header(tensors: Mapping[str, TensorShape]) -> bytes:
-    entries: dict[str, object] = {}
+def _header(tensors: Mapping[str, TensorShape], metadata: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, (dtype, shape) in tensors.items():
         end = offset + math.prod(shape) * dtype.itemsize

@@ -1,0 +1,175 @@
+"""Codes of a model on disk: one safetensors file that says in its header what it was made from and how.
+
+| tensor                  | content                                                        |
+|-------------------------|----------------------------------------------------------------|
+| `layers.I.bits`         | [width] uint8, bits of each coordinate, the widest first       |
+| `layers.I.encoder`      | [width, hidden] float16                                        |
+| `layers.I.encoder_bias` | [width] float32                                                |
+| `layers.I.decoder`      | [keys and values, width] float16                               |
+| `layers.I.decoder_bias` | [keys and values] float32                                      |
+
+The header has one entry of metadata, ``fsq``: :class:`FsqAbout` as JSON. Codes belong to the weights they were made of,
+which are told by a digest; over others they are refused.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from strataflux.client.errors import InputError
+from strataflux.client.prepare.prepared import PreparedModel
+from strataflux.client.prepare.tensor_file import TensorDigest, TensorFileWriter, TensorShape
+from strataflux.client.runtime.models import SETS, ModelConfig, WeightSource
+from strataflux.kernels.fsq import FsqGrid, FsqLayer
+from strataflux.proto.store_writer import sync_folder
+
+__all__ = ["FsqAbout", "FsqCodes", "load_codes", "read_about", "save_codes", "weights_digest"]
+
+_FORMAT = 1
+_ENTRY = "fsq"
+_REMEDY = "make the codes again with `strataflux prepare --fsq`"
+_PARTS = ("encoder", "encoder_bias", "decoder", "decoder_bias")
+
+
+@dataclass(frozen=True)
+class FsqAbout:
+    """What a file of codes says of itself."""
+
+    nbytes: int
+    """Of a token's code, a layer."""
+    levels: int
+    """Of each coordinate; 0: given out by direction."""
+    bound: str
+    weights: str
+    """``base``: a prepared model's low-bit weights; ``original``: the model as it was published."""
+    weights_sha256: str
+    """Of the weights, as :func:`weights_digest`."""
+    tuned_seconds: float = 0.0
+    """Of training after the closed form."""
+
+
+@dataclass(frozen=True)
+class FsqCodes:
+    """Codes as loaded: one a layer, and what they were made from."""
+
+    about: FsqAbout
+    layers: tuple[FsqLayer, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a token's codes, all layers."""
+        return sum(layer.grid.nbytes for layer in self.layers)
+
+
+def weights_digest(source: WeightSource) -> str:
+    """SHA-256 over everything that decides what a model computes; a prepared one knows it, of another one all weights
+    are read.
+    """
+    if isinstance(source, PreparedModel):
+        return str(source.manifest.identity["base_weights_sha256"])
+    digest = TensorDigest()
+    digest.add("embedding", source.embedding())
+    digest.add("norm", source.norm())
+    if not source.config.tied_head:
+        digest.add("head", source.head())
+    for index in range(source.config.layers):
+        layer = source.layer(index)
+        own = {"attention_norm": layer.attention_norm, "mlp_norm": layer.mlp_norm, "query_norm": layer.query_norm}
+        own |= {"key_norm": layer.key_norm, "qkv_bias": layer.qkv_bias}
+        own |= {name: layer.projections[name] for name in SETS}
+        for name, tensor in own.items():
+            if tensor is not None:
+                digest.add(f"layers.{index}.{name}", tensor)
+    return digest.hexdigest()
+
+
+def save_codes(path: Path, layers: Sequence[FsqLayer], about: FsqAbout) -> None:
+    """Write ``layers``, one for each of the model's, to ``path``; it is there whole or not at all."""
+    held = [_tensors(layer) for layer in layers]
+    shapes: dict[str, TensorShape] = {
+        f"layers.{index}.{name}": (tensor.dtype, tuple(tensor.shape))
+        for index, tensors in enumerate(held)
+        for name, tensor in tensors.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    header = {_ENTRY: json.dumps({"format": _FORMAT, **asdict(about)}, sort_keys=True)}
+    with TensorFileWriter(partial, shapes, header) as file:
+        for index, tensors in enumerate(held):
+            for name, tensor in tensors.items():
+                file.write(f"layers.{index}.{name}", tensor)
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def _tensors(layer: FsqLayer) -> dict[str, Tensor]:
+    return {
+        "bits": torch.tensor(layer.grid.bits, dtype=torch.uint8),
+        "encoder": layer.encoder.half().cpu(),
+        "encoder_bias": layer.encoder_bias.float().cpu(),
+        "decoder": layer.decoder.half().cpu(),
+        "decoder_bias": layer.decoder_bias.float().cpu(),
+    }
+
+
+def read_about(path: Path) -> FsqAbout:
+    """What the file at ``path`` says of itself.
+
+    Raises:
+        InputError: there is none, or it is no file of codes that this version reads.
+    """
+    try:
+        with safe_open(path, framework="pt") as opened:
+            told = json.loads((opened.metadata() or {})[_ENTRY])
+        found = told.pop("format")
+        if found != _FORMAT:
+            raise InputError(path, f"format {found!r}", f"format {_FORMAT}", "use a matching version of strataflux")
+        return FsqAbout(**told)
+    except (OSError, SafetensorError) as error:
+        raise InputError(path, str(error), "a file of codes", _REMEDY) from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(path, f"a header that cannot be read ({error})", "a file of codes", _REMEDY) from error
+
+
+def load_codes(path: Path, config: ModelConfig, weights_sha256: str) -> FsqCodes:
+    """The codes in ``path``, for a model of these dimensions and weights.
+
+    Raises:
+        InputError: the file is missing or damaged, or was made over other weights.
+    """
+    about = read_about(path)
+    if about.weights_sha256 != weights_sha256:
+        found = f"codes made over weights {about.weights_sha256[:12]}…"
+        raise InputError(path, found, f"weights {weights_sha256[:12]}…, the model's", _REMEDY)
+    try:
+        with safe_open(path, framework="pt") as opened:
+            if len(opened.keys()) != (1 + len(_PARTS)) * config.layers:
+                raise InputError(path, f"{len(opened.keys())} tensors", f"{config.layers} layers of five", _REMEDY)
+            layers = tuple(_read_layer(path, opened, index, config, about) for index in range(config.layers))
+    except SafetensorError as error:
+        raise InputError(path, str(error), "a whole file of codes", _REMEDY) from error
+    return FsqCodes(about, layers)
+
+
+def _read_layer(path: Path, opened: Any, index: int, config: ModelConfig, about: FsqAbout) -> FsqLayer:
+    held = {name: opened.get_tensor(f"layers.{index}.{name}") for name in ("bits", *_PARTS)}
+    try:
+        grid = FsqGrid(tuple(held["bits"].tolist()), about.bound)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise InputError(path, f"layer {index}: {error}", "a grid", _REMEDY) from error
+    width, outputs = grid.width, 2 * config.kv_heads * config.head_dim
+    expected = dict(zip(_PARTS, ((width, config.hidden), (width,), (outputs, width), (outputs,)), strict=True))
+    for name, shape in expected.items():
+        if tuple(held[name].shape) != shape or not bool(held[name].isfinite().all()):
+            found = f"layers.{index}.{name} of shape {tuple(held[name].shape)}"
+            raise InputError(path, found, f"finite numbers of shape {shape}", _REMEDY)
+    if grid.nbytes > about.nbytes:
+        raise InputError(path, f"{grid.nbytes} bytes a token in layer {index}", f"{about.nbytes}", _REMEDY)
+    return FsqLayer(grid, *(held[name].float() for name in _PARTS))
