@@ -19,7 +19,7 @@ eight and never grow along the code, so no coordinate straddles a byte; ``⌈Σ 
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -85,11 +85,11 @@ class FsqGrid:
 
     def quantize(self, z: Tensor) -> Tensor:
         """Levels [..., width] uint8 of ``z`` [..., width] float32."""
-        return _levels_of(z, self.levels.to(z.device), self.bound).to(torch.uint8)
+        return _levels_of(z, _levels_on(self, z.device), self.bound).to(torch.uint8)
 
     def centres(self, codes: Tensor) -> Tensor:
         """Centres c [..., width] float32 of levels [..., width]."""
-        return codes.float() - (self.levels.to(codes.device) - 1) / 2
+        return codes.float() - (_levels_on(self, codes.device) - 1) / 2
 
     def pack(self, codes: Tensor) -> Tensor:
         """Levels [..., width] uint8 as [..., nbytes] uint8."""
@@ -107,7 +107,7 @@ class FsqGrid:
         if packed.shape[-1] != self.nbytes:
             raise ValueError(f"{packed.shape[-1]} bytes of a code; {self.width} coordinates take {self.nbytes}")
         byte, shift = (t.to(packed.device) for t in self._places)
-        mask = (self.levels.to(packed.device) - 1).to(torch.uint8)
+        mask = (_levels_on(self, packed.device) - 1).to(torch.uint8)
         return (packed[..., byte] >> shift) & mask
 
     def first(self, width: int) -> "FsqGrid":
@@ -120,6 +120,13 @@ class FsqGrid:
         bits = torch.tensor(self.bits)
         at = bits.cumsum(0) - bits
         return at // 8, (at % 8).to(torch.uint8)
+
+
+@lru_cache(maxsize=1024)
+def _levels_on(grid: FsqGrid, device: torch.device) -> Tensor:
+    """A copy to a device waits for all that was launched there, so each is made once, and fit for training."""
+    with torch.inference_mode(False):
+        return 2.0 ** torch.tensor(grid.bits, device=device)
 
 
 def _levels_of(z: Tensor, levels: Tensor, bound: Bound) -> Tensor:
@@ -135,7 +142,7 @@ def quantize_straight_through(z: Tensor, grid: FsqGrid) -> Tensor:
     The derivative is the bound's: ``(L-1)/2 · (1 - tanh² z)``, ``L/2 · (1 - tanh² z)`` for ``floor``, and for ``clamp``
     ``L/2``, where beyond the range only gradients pass that lead back into it (ours).
     """
-    levels = grid.levels.to(z.device)
+    levels = _levels_on(grid, z.device)
     centres: Tensor = _levels_of(z.detach(), levels, grid.bound) - (levels - 1) / 2
     if grid.bound == "clamp":
         smooth: Tensor = levels / 2 * _Returning.apply(z)  # type: ignore[no-untyped-call]
