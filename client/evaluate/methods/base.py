@@ -79,7 +79,7 @@ class KvMethod:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """``NAME:8x`` or ``NAME:2``."""
+    """``NAME:8x``, ``NAME:8x:3`` or ``NAME:2``."""
 
     name: str
     ratio: Fraction | None = None
@@ -88,10 +88,10 @@ class MethodSpec:
     """Of a number."""
 
     def __str__(self) -> str:
+        parts = [self.name]
         if self.ratio is not None:
-            whole = self.ratio.denominator == 1
-            return f"{self.name}:{self.ratio.numerator if whole else float(self.ratio)}x"
-        return self.name if self.bits is None else f"{self.name}:{self.bits}"
+            parts.append(f"{float(self.ratio):g}x")
+        return ":".join(parts if self.bits is None else [*parts, str(self.bits)])
 
 
 @dataclass(frozen=True)
@@ -123,18 +123,20 @@ class Making:
         return self.given.to(self.weights.embedding.device)
 
 
-_SPEC = re.compile(r"([a-z][a-z+-]*)(?::(?:(\d{1,4}(?:\.\d{1,4})?)x|(\d)))?")
+_SPEC = re.compile(r"([a-z][a-z+-]*)(?::(\d{1,4}(?:\.\d{1,4})?)x)?(?::(\d))?")
 
 
 def parse_method(text: str) -> MethodSpec:
-    """``palu:8x``, ``kivi:2``, ``exact``: a name, and how much is kept.
+    """``palu:8x``, ``palu:8x:3``, ``kivi:2``, ``exact``: a name, and how much is kept.
 
     Raises:
         MisuseError: it is written otherwise; whether such a method exists is not looked at.
     """
     match = _SPEC.fullmatch(text)
     if match is None or (match[2] and float(match[2]) < 1):
-        raise MisuseError("--kv", repr(text), "NAME:RATIOx or NAME:BITS, such as fsq:16x or kivi:2", "write it so")
+        raise MisuseError(
+            "--kv", repr(text), "NAME:RATIOx, NAME:BITS or both, such as fsq:16x or kivi:2", "write it so"
+        )
     return MethodSpec(match[1], Fraction(match[2]) if match[2] else None, int(match[3]) if match[3] else None)
 
 

@@ -1,7 +1,6 @@
 """Methods' names, and running a model with one: batches against single texts, prompts against none, bytes."""
 
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,23 +19,13 @@ from strataflux.client.runtime.models import DecoderWeights
 TOKENS = [5, 80, 80, 3, 200, 17, 256, 1, 9, 9, 30, 44]
 
 
-@pytest.fixture
-def weights(tiny_source: Any) -> DecoderWeights:
-    return DecoderWeights.read(tiny_source)
-
-
-@pytest.fixture
-def making(weights: DecoderWeights) -> Making:
-    random = torch.Generator().manual_seed(3)
-    return Making(weights, torch.randint(0, 256, (40, 48), generator=random))
-
-
 @pytest.mark.parametrize(
     ("text", "spec"),
     [
         ("palu:8x", MethodSpec("palu", Fraction(8))),
         ("pyramid-shared:2.5x", MethodSpec("pyramid-shared", Fraction(5, 2))),
         ("fsq+pyramid:16x", MethodSpec("fsq+pyramid", Fraction(16))),
+        ("palu:8x:3", MethodSpec("palu", Fraction(8), 3)),
         ("kivi:2", MethodSpec("kivi", bits=2)),
         ("exact", MethodSpec("exact")),
     ],
@@ -46,14 +35,23 @@ def test_names_are_read_as_they_are_written(text: str, spec: MethodSpec) -> None
     assert str(spec) == text
 
 
-@pytest.mark.parametrize("text", ["", "8x", "palu:", "palu:x", "palu:0.5x", "kivi:16", "FSQ:8x", "fsq:8x:4"])
+@pytest.mark.parametrize("text", ["", "8x", "palu:", "palu:x", "palu:0.5x", "kivi:16", "FSQ:8x", "fsq:4:8x"])
 def test_what_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(MisuseError, match="NAME:RATIOx"):
         parse_method(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("vecinfer:8x", "one of .*fsq"), ("fsq:2", "fsq:8x"), ("exact:2", "alone")]
+    ("text", "expected"),
+    [
+        ("vecinfer:8x", "one of .*fsq"),
+        ("fsq:2", "fsq:8x"),
+        ("exact:2", "alone"),
+        ("fsq:8x:4", "fsq:8x"),
+        ("kivi", "kivi:2"),
+        ("kivi:8x", "kivi:2"),
+        ("palu:4x:8", "palu:8x"),
+    ],
 )
 def test_what_does_not_exist_is_refused(text: str, expected: str) -> None:
     with pytest.raises(MisuseError, match=expected):
