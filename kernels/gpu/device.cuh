@@ -24,6 +24,17 @@ __device__ __forceinline__ i64 load_cell(const i64* address) {
   asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(address));
   return v;
 }
+__device__ __forceinline__ int load_int(const int* address) {
+  int v;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(address));
+  return v;
+}
+__device__ __forceinline__ uint4 load_exact(const void* address) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+  return v;
+}
 // Never from a cache that an earlier launch filled.
 __device__ __forceinline__ u32 load_host_word(u64 address) {
   u32 v;

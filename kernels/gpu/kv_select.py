@@ -5,25 +5,33 @@ Formula. A group's share is ``max over the heads h of the KV head of Σ_{t in gr
 selected, equal ones by lower number. A group's *key* is the bits of its share over the inverted group number: keys are
 all different and order as that rule does, so that a selection is one number, the *floor*: the n-th largest key.
 
-Two launches: one computes shares and counts them by their leading bits, the other collects the keys of the bin in which
-the n-th lies; its last program for a KV head bisects them. How many groups there are is read on the device.
+Two launches: one computes shares and counts them by their leading bits. On the fast path, CUDA C++ (kv_select.cu), one
+block a KV head goes on with further bits and lists the selected groups. On the portable one, the Triton below, the
+other launch collects the keys of the bin in which the n-th lies, and its last program for a KV head bisects them. How
+many groups there are is read on the device.
 """
 
 from fractions import Fraction
-from typing import Final
+from pathlib import Path
+from typing import Final, Literal
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from strataflux.kernels.cuda_build import device_capability, has_fast_path, load_function
 from strataflux.kernels.gpu.early import early_options
 from strataflux.kernels.gpu.kv_work import BINS_LOG2, KvWork
 from strataflux.kernels.kv_pack import TILE_TOKENS
 
 __all__ = ["kv_select", "select_reference", "share_key"]
 
+_SOURCE: Final = Path(__file__).with_suffix(".cu")
+_COUNTING_THREADS: Final = 256
+_CHOOSING_THREADS: Final = 1024
 _CHUNK: Final = 1024
 _BISECTED: Final = 4096
 
@@ -158,20 +166,57 @@ def _pick(
             tl.store(counts + 2 * owner + tl.arange(0, 2), tl.zeros((2,), tl.int32))
 
 
-def kv_select(positions: Tensor, work: KvWork, fraction: Fraction, *, early: bool = False) -> None:
+def kv_select(
+    positions: Tensor,
+    work: KvWork,
+    fraction: Fraction,
+    *,
+    path: Literal["cuda", "triton"] | None = None,
+    early: bool = False,
+) -> None:
     """Find each KV head's floor from what attention left. Queued on the current stream; no allocation.
 
     Args:
         positions: as given to :func:`~strataflux.kernels.gpu.kv_attend.kv_attend`.
         work: made with refiners; shares and floors are overwritten.
         fraction: how many of the groups in tiles are selected, above 0 and at most 1.
+        path: ``"cuda"`` or ``"triton"``; where None the first that this machine has. Refinement takes the same.
         early: start while the kernel before still runs.
 
     Raises:
-        ValueError: no such fraction, or nothing is refined with ``work``.
+        ValueError: no such fraction, or nothing is refined with ``work``. CudaError: the fast path cannot be.
     """
     if not 0 < fraction <= 1 or not work.refiners:
         raise ValueError(f"a fraction of {fraction} with {work.refiners} refiners: above 0, at most 1, and 1 or more")
+    if path == "triton" or (path is None and not has_fast_path(positions)):
+        _bisected(positions, work, fraction, early)
+    else:
+        _counted(positions, work, fraction, early)
+
+
+def _counted(positions: Tensor, work: KvWork, fraction: Fraction, early: bool) -> None:
+    """The fast path."""
+    owners, device = work.shares.shape[0], positions.get_device()
+    kv_heads, (groups, of_tile) = owners // work.batch, (work.shares.shape[1], work.form.groups_per_tile)
+    hopper = device_capability(device) >= (9, 0)
+    chunks = -(-groups // (4 * _COUNTING_THREADS))
+    tensors = (positions, work.tops, work.totals, work.sums, work.tile_tops, work.shares, work.bins)
+    sizes = (kv_heads, work.splits, work.splits + work.refiners, work.tiles, of_tile, chunks)
+    shares = load_function(_SOURCE, f"kv_shares<{work.heads // kv_heads}, {_COUNTING_THREADS}>", device)
+    arguments: list[np.generic] = [np.uint64(tensor.data_ptr()) for tensor in tensors]
+    arguments += [np.int32(size) for size in sizes]
+    shares.launch(owners * chunks, _COUNTING_THREADS, arguments, early=early and hopper)
+    choose = load_function(_SOURCE, f"kv_choose<{_CHOOSING_THREADS}>", device)
+    left = (work.shares, work.bins, work.floors, work.chosen, work.found)
+    arguments = [np.uint64(tensor.data_ptr()) for tensor in (positions, *left)]
+    arguments += [np.int32(size) for size in (kv_heads, groups, work.chosen.shape[1], of_tile)]
+    arguments += [np.int64(fraction.numerator), np.int64(fraction.denominator)]
+    # Few blocks wait for few others: that never hurts.
+    choose.launch(owners, _CHOOSING_THREADS, arguments, early=hopper)
+
+
+def _bisected(positions: Tensor, work: KvWork, fraction: Fraction, early: bool) -> None:
+    """The portable path."""
     form, owners = work.form, work.shares.shape[0]
     kv_heads = owners // work.batch
     groups = work.shares.shape[1]

@@ -19,18 +19,6 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all groups of copies but the newest.
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
-// What this or an earlier kernel wrote: not through the read-only path.
-__device__ __forceinline__ uint4 load_exact(const void* address) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
-  return v;
-}
-__device__ __forceinline__ int load_int(const int* address) {
-  int v;
-  asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(address));
-  return v;
-}
 __device__ __forceinline__ float low_half(u32 v) {
   float f;
   asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(f) : "r"(v));

@@ -141,6 +141,7 @@ class KvWork:
         self.shares, self.bins = room(owners, groups), room(owners, 1 << BINS_LOG2, dtype=torch.int32)
         self.keys, self.counts = room(owners, groups, dtype=torch.int64), room(owners, 2, dtype=torch.int32)
         self.floors = room(owners, dtype=torch.int64)
+        self.chosen, self.found = room(owners, groups, dtype=torch.int32), room(owners, dtype=torch.int32)
         self.groups = room(owners, max(refiners, 1), self.most, dtype=torch.int32)
         self.addresses = room(owners, max(refiners, 1), self.most, dtype=torch.int64)
 

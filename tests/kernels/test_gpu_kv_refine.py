@@ -1,6 +1,9 @@
 """Selection and refinement of token groups: against the definition in float64, and through a directory."""
 
+import shutil
 from fractions import Fraction
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -9,6 +12,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
 
 from strataflux.client import attach_block as ab
+from strataflux.kernels.gpu import kv_refine as kv_refine_module
+from strataflux.kernels.gpu import kv_select as kv_select_module
 from strataflux.kernels.gpu.kv_attend import kv_attend
 from strataflux.kernels.gpu.kv_merge import kv_merge
 from strataflux.kernels.gpu.kv_refine import kv_refine
@@ -19,6 +24,7 @@ from strataflux.kernels.gpu.step import begin_step, end_step
 from strataflux.kernels.kv_encode import KvFormat
 from strataflux.kernels.select import SCORE_THRESHOLDS
 from strataflux.proto import layout
+from tests.fakes.emulation import EmulatedKernels
 from tests.fakes.gpu_side import Side
 from tests.fakes.kv_device import Case, attend_exactly, make_case
 
@@ -31,6 +37,36 @@ FORMS = [
     (KvFormat(4, 1, 128, 2, 0, 16), 1),
     (KvFormat(3, 2, 64, 0, 4, 4), 8),
 ]
+Way = Literal["cuda", "triton"]
+
+
+@pytest.fixture(scope="module")
+def emulations(tmp_path_factory: pytest.TempPathFactory) -> dict[object, EmulatedKernels]:
+    """Both CUDA sources with the instances of these tests, for the host."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the CUDA source for the host with")
+    selecting = [*(f"kv_shares<{heads}, 256>" for heads in (1, 2, 3, 4, 8)), "kv_choose<1024>"]
+    cases = [*FORMS, (KvFormat(2, 2, 64, 4, 4, 4), 2)]
+    refining = [kv_refine_module.instance_name(form, heads) for form, heads in cases]
+    folder = Path(kv_select_module.__file__).parent
+    return {
+        module: EmulatedKernels(folder / source, instances, tmp_path_factory.mktemp(source))
+        for module, source, instances in (
+            (kv_select_module, "kv_select.cu", selecting),
+            (kv_refine_module, "kv_refine.cu", refining),
+        )
+    }
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+    """Both paths; without a GPU the CUDA source runs in blocks of fibers."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        for module, functions in request.getfixturevalue("emulations").items():
+            monkeypatch.setattr(module, "load_function", functions)
+            monkeypatch.setattr(module, "device_capability", lambda _: (8, 0))
+    which: Way = request.param
+    return which
 
 
 def keys_at_or_above(work: KvWork, owner: int, groups: int) -> set[int]:
@@ -40,14 +76,20 @@ def keys_at_or_above(work: KvWork, owner: int, groups: int) -> set[int]:
     return set((keys >= work.floors[owner]).nonzero().flatten().tolist())
 
 
-def test_the_strongest_groups_are_selected(device: torch.device) -> None:
+def listed(work: KvWork, owner: int) -> list[int]:
+    """The groups of a KV head in the fast path's list."""
+    chosen: list[int] = work.chosen[owner, : int(work.found[owner])].tolist()
+    return chosen
+
+
+def test_the_strongest_groups_are_selected(device: torch.device, path: Way) -> None:
     form = KvFormat(2, 2, 64, 4, 4, 2)
     positions = (1290, 127, 384)
     case = make_case(form, 2, 2, positions, 10, device)
     work = KvWork(form, 3, 4, 2, 10, device, splits=2, refiners=3)
     for fraction in (Fraction(1, 128), Fraction(1, 3), Fraction(1)):
         kv_attend(case.queries, case.new_keys, case.new_values, case.positions, case.cache, work, path="triton")
-        kv_select(case.positions, work, fraction)
+        kv_select(case.positions, work, fraction, path=path)
         for index, tiles in enumerate((9, 0, 2)):
             groups = tiles * 64
             count = work.selected_groups(fraction, tiles)
@@ -55,11 +97,13 @@ def test_the_strongest_groups_are_selected(device: torch.device) -> None:
             for head in range(2):
                 found = keys_at_or_above(work, 2 * index + head, groups)
                 assert found == set(select_reference(exactly[head], count).tolist()), (fraction, index, head)
+                if path == "cuda":
+                    assert listed(work, 2 * index + head) == sorted(found)
         assert not work.bins.any()
         assert not work.counts.any()
 
 
-def test_equal_shares_go_by_lower_number(device: torch.device) -> None:
+def test_equal_shares_go_by_lower_number(device: torch.device, path: Way) -> None:
     form = KvFormat(1, 1, 64, 4, 4, 4)
     work = KvWork(form, 1, 1, 1, 40, device, splits=1, refiners=1)
     groups = 40 * 32
@@ -68,7 +112,7 @@ def test_equal_shares_go_by_lower_number(device: torch.device) -> None:
     work.totals.fill_(float(groups))
     for shares in (torch.ones(groups), torch.ones(groups).index_fill_(0, torch.arange(7, groups, 100), 3.0)):
         work.sums[0, 0] = shares
-        kv_select(positions, work, Fraction(1, 64))
+        kv_select(positions, work, Fraction(1, 64), path=path)
         assert keys_at_or_above(work, 0, groups) == set(select_reference(shares, groups // 64).tolist())
 
 
@@ -102,7 +146,7 @@ def side_of(case: Case, missing: set[int], device: torch.device) -> tuple[Side, 
 @pytest.mark.parametrize("missing", [set(), {1, 4}])
 @pytest.mark.parametrize(("form", "group"), FORMS)
 def test_it_is_attention_with_refined_groups(
-    device: torch.device, form: KvFormat, group: int, missing: set[int]
+    device: torch.device, path: Way, form: KvFormat, group: int, missing: set[int]
 ) -> None:
     fraction = Fraction(1, 5)
     case = make_case(form, 1, group, (400, 300), 3, device, seed=3)
@@ -113,9 +157,9 @@ def test_it_is_attention_with_refined_groups(
     work = KvWork(form, 2, group, 1, 3, device, splits=2, refiners=3)
     begin_step(side.block)
     kv_attend(case.queries, case.new_keys, case.new_values, case.positions, case.cache, work, path="triton")
-    kv_select(case.positions, work, fraction)
+    kv_select(case.positions, work, fraction, path=path)
     first = LAYER * form.groups_per_tile
-    kv_refine(case.positions, case.cache, work, side.block, score_thresholds(device), bases, 1, first)
+    kv_refine(case.positions, case.cache, work, side.block, score_thresholds(device), bases, 1, first, path=path)
     out = torch.full_like(case.queries, torch.nan, dtype=torch.float32)
     kv_merge(work, out)
     end_step(side.block)
@@ -178,7 +222,7 @@ class Expected:
         assert set(np.flatnonzero(side.stamps == 5).tolist()) == self.stamped
 
 
-def test_a_fenced_session_refines_nothing(device: torch.device) -> None:
+def test_a_fenced_session_refines_nothing(device: torch.device, path: Way) -> None:
     form = KvFormat(2, 2, 64, 4, 4, 4)
     case = make_case(form, 1, 2, (400,), 3, device)
     side, bases, _ = side_of(case, set(), device)
@@ -186,8 +230,8 @@ def test_a_fenced_session_refines_nothing(device: torch.device) -> None:
     work = KvWork(form, 1, 2, 1, 3, device, splits=1, refiners=2)
     begin_step(side.block)
     kv_attend(case.queries, case.new_keys, case.new_values, case.positions, case.cache, work, path="triton")
-    kv_select(case.positions, work, Fraction(1, 8))
-    kv_refine(case.positions, case.cache, work, side.block, score_thresholds(device), bases, 1, 32)
+    kv_select(case.positions, work, Fraction(1, 8), path=path)
+    kv_refine(case.positions, case.cache, work, side.block, score_thresholds(device), bases, 1, 32, path=path)
     out = torch.zeros(2, 64, device=device)
     kv_merge(work, out)
     end_step(side.block)

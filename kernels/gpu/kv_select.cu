@@ -1,0 +1,189 @@
+// The strongest token groups of each KV head, listed; kv_select.py gives the formula.
+//
+// Shares are counted by their leading bits while they are made. Then one block a KV head finds the n-th largest by its
+// further bits, counting those that agree with it so far: two passes, whatever the distribution. One more lists.
+#include "device.cuh"
+
+const u32 EVERY = 0xFFFFFFFFu;
+const int TILE = 128, BINS = 2048, DIGIT = 11, BIN_SHIFT = 19;  // a share is at most 1: its two highest bits are zeros
+#define NONE __int_as_float(0xFF800000)  // minus infinity
+
+struct Four { u32 bits[4]; };
+__device__ __forceinline__ Four load_four(const float* at) {
+  const uint4 v = load_exact(at);
+  return {v.x, v.y, v.z, v.w};
+}
+__device__ __forceinline__ int groups_of(const int* positions, int sequence, int of_tile) {
+  return max((int)load_word(positions + sequence) / TILE - 1, 0) * of_tile;
+}
+
+// Counts a number of each lane below `BINS`; lanes with -1 have none. Where all have the same, one adds for all.
+__device__ __forceinline__ void tally(u32* bins, int bin, int lane) {
+  const int most = __reduce_max_sync(EVERY, bin), least = -__reduce_max_sync(EVERY, -bin);
+  if (most == least) {
+    if (lane == 0 && most >= 0) atomicAdd(bins + most, 32u);
+  } else if (bin >= 0) {
+    atomicAdd(bins + bin, 1u);
+  }
+}
+
+// A block has 4 · THREADS groups of one KV head. Blocks: batch · kv_heads · chunks.
+template <int HEADS, int THREADS>
+__global__ void __launch_bounds__(THREADS)
+kv_shares(const int* positions, const float* tops, const float* totals, const float* sums, const float* tile_tops,
+          float* shares, u32* bins, int kv_heads, int splits, int pieces, int most_tiles, int of_tile, int chunks) {
+  __shared__ u32 counted[BINS];
+  __shared__ float most[HEADS], total[HEADS];
+  const int owner = blockIdx.x / chunks, chunk = blockIdx.x % chunks, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const size_t groups = (size_t)most_tiles * of_tile;
+  for (int i = threadIdx.x; i < BINS; i += THREADS) counted[i] = 0;
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const int count = groups_of(positions, owner / kv_heads, of_tile), first = 4 * (chunk * THREADS + threadIdx.x);
+  if (4 * chunk * THREADS >= count) return;
+
+  // Tiles are whole: four groups in a row are all there or none, and of one tile.
+  const bool inside = first < count;
+  Four sum[HEADS];
+  float tile_top[HEADS];
+#pragma unroll
+  for (int h = 0; h < HEADS; h++) {
+    const size_t head = (size_t)owner * HEADS + h;
+    if (inside) sum[h] = load_four(sums + head * groups + first);
+    tile_top[h] = inside ? __int_as_float((int)load_word(tile_tops + head * most_tiles + first / of_tile)) : NONE;
+  }
+  for (int h = warp; h < HEADS; h += THREADS / 32) {
+    const size_t at = ((size_t)owner * HEADS + h) * pieces;
+    float top = NONE, all = 0;
+    for (int i = lane; i < splits; i += 32) top = fmaxf(top, __int_as_float((int)load_word(tops + at + i)));
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(EVERY, top, step));
+    for (int i = lane; i < splits; i += 32) {
+      const float own = __int_as_float((int)load_word(tops + at + i));
+      if (own > NONE) all += __int_as_float((int)load_word(totals + at + i)) * exp2f(own - top);
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) all += __shfl_xor_sync(EVERY, all, step);
+    if (lane == 0) most[h] = top, total[h] = all;
+  }
+  __syncthreads();
+  float share[4] = {};
+#pragma unroll
+  for (int h = 0; h < HEADS; h++) {
+    const float by = exp2f(tile_top[h] - most[h]) / total[h];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (inside) share[i] = fmaxf(share[i], __int_as_float((int)sum[h].bits[i]) * by);
+  }
+  if (inside) *(float4*)(shares + (size_t)owner * groups + first) = float4{share[0], share[1], share[2], share[3]};
+#pragma unroll
+  for (int i = 0; i < 4; i++) tally(counted, inside ? (int)(__float_as_uint(share[i]) >> BIN_SHIFT) : -1, lane);
+  __syncthreads();
+  for (int i = threadIdx.x; i < BINS; i += THREADS)
+    if (counted[i]) atomicAdd(bins + (size_t)owner * BINS + i, counted[i]);
+}
+
+// The sum of `value` over the threads before this one, and over all of them.
+struct Sums { int before, all; };
+template <int WARPS>
+__device__ __forceinline__ Sums scan(int value, int* each, int warp, int lane) {
+  int upto = value;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int left = __shfl_up_sync(EVERY, upto, step);
+    if (lane >= step) upto += left;
+  }
+  __syncthreads();  // what was there before has been read
+  if (lane == 31) each[warp] = upto;
+  __syncthreads();
+  int warps = lane < WARPS ? each[lane] : 0;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int left = __shfl_up_sync(EVERY, warps, step);
+    if (lane >= step) warps += left;
+  }
+  const int all = __shfl_sync(EVERY, warps, 31), of_warp = __shfl_sync(EVERY, warps, warp) - each[warp];
+  return {of_warp + upto - value, all};
+}
+
+// The bin in which the `wanted`-th largest lies, and how many are still wanted of those in it. A thread has two bins.
+struct Digit { int bin, wanted; };
+template <int THREADS>
+__device__ __forceinline__ Digit digit_of(const u32* bins, int wanted, int* each, Digit* found, int warp, int lane) {
+  const int high = BINS - 1 - 2 * threadIdx.x;
+  const int upper = 2 * threadIdx.x < BINS ? bins[high] : 0, lower = 2 * threadIdx.x < BINS ? bins[high - 1] : 0;
+  const int above = scan<THREADS / 32>(upper + lower, each, warp, lane).before;
+  if (above < wanted && wanted <= above + upper + lower) {
+    const bool in_upper = wanted <= above + upper;
+    *found = {in_upper ? high : high - 1, wanted - above - (in_upper ? 0 : upper)};
+  }
+  __syncthreads();
+  return *found;
+}
+
+// Lists the selected groups of a KV head, ascending, and leaves the key of the weakest. Blocks: batch · kv_heads.
+template <int THREADS>
+__global__ void __launch_bounds__(THREADS)
+kv_choose(const int* positions, const float* shares, u32* bins, i64* floors, int* chosen, int* found, int kv_heads,
+          int most_groups, int room, int of_tile, i64 numerator, i64 denominator) {
+  static_assert(2 * THREADS >= BINS, "a thread has two bins");
+  __shared__ u32 counted[BINS];
+  __shared__ int each[THREADS / 32];
+  __shared__ Digit digit;
+  const int owner = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  shares += (size_t)owner * most_groups;
+  bins += (size_t)owner * BINS;
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const int count = groups_of(positions, owner / kv_heads, of_tile);
+  const int selected = count ? (int)max(count * numerator / denominator, (i64)1) : 0;
+  if (threadIdx.x == 0) found[owner] = selected;
+  if (!count) {
+    if (threadIdx.x == 0) floors[owner] = 0x7FFFFFFFFFFFFFFFll;
+    return;
+  }
+  for (int i = threadIdx.x; i < BINS; i += THREADS) counted[i] = load_word(bins + i), bins[i] = 0;
+  __syncthreads();
+  Digit at = digit_of<THREADS>(counted, selected, each, &digit, warp, lane);
+  u32 floor = (u32)at.bin << BIN_SHIFT;
+#pragma unroll
+  for (int low = BIN_SHIFT - DIGIT; low > -DIGIT; low -= DIGIT) {  // bits 8 to 18, then 0 to 7
+    const int shift = max(low, 0), bits = min(DIGIT, DIGIT + low);
+    __syncthreads();
+    for (int i = threadIdx.x; i < BINS; i += THREADS) counted[i] = 0;
+    __syncthreads();
+#pragma unroll 4
+    for (int first = 4 * threadIdx.x; first - 4 * (int)threadIdx.x < count; first += 4 * THREADS) {
+      const Four four = first < count ? load_four(shares + first) : Four{EVERY, EVERY, EVERY, EVERY};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const bool agrees = (four.bits[i] ^ floor) >> (shift + bits) == 0;
+        if (agrees) atomicAdd(counted + (four.bits[i] >> shift & ((1 << bits) - 1)), 1u);
+      }
+    }
+    __syncthreads();
+    at = digit_of<THREADS>(counted, at.wanted, each, &digit, warp, lane);
+    floor |= (u32)at.bin << shift;
+  }
+  int above = 0, level = 0;  // selected so far of those above the floor, and how many lie on it
+  for (int base = 0; base < count; base += 4 * THREADS) {
+    const int first = base + 4 * threadIdx.x;
+    const Four four = first < count ? load_four(shares + first) : Four{};
+    int mine = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (first < count) mine += (four.bits[i] > floor) + ((four.bits[i] == floor) << 16);
+    const Sums of = scan<THREADS / 32>(mine, each, warp, lane);
+    int ups = above + (of.before & 0xFFFF), ties = level + (of.before >> 16);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const bool tie = four.bits[i] == floor;
+      if (first >= count || four.bits[i] < floor || (tie && ties >= at.wanted)) continue;
+      chosen[(size_t)owner * room + ups + min(ties, at.wanted)] = first + i;
+      if (tie && ties == at.wanted - 1) floors[owner] = (i64)floor << 32 | (0x7FFFFFFF - (first + i));
+      if (tie) ties++;
+      else ups++;
+    }
+    above += of.all & 0xFFFF, level += of.all >> 16;
+  }
+}
