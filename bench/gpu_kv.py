@@ -27,7 +27,11 @@ from gpu_kernels import ceilings, environment
 from gpu_kv_data import KV_HEADS, Layers, attend_exactly, device_cache, selected_exactly
 from gpu_timing import Rows, relative_error
 
+from strataflux.client.bench.long_context import LongSetup, bench_long_context
 from strataflux.client.bench.replays import microseconds
+from strataflux.client.kv_options import KvOptions
+from strataflux.client.runtime.cuda.decoder import GraphDecoder
+from strataflux.client.runtime.cuda.random_model import SHAPES
 from strataflux.kernels import cuda_build
 from strataflux.kernels.gpu import kv_attend as kv_attend_module
 from strataflux.kernels.gpu.kv_attend import instance_name, kv_attend
@@ -119,7 +123,7 @@ def refined_correct(rows: Rows) -> None:
     for tokens, form in REFINED.items():
         with device_cache(form, 1, (CONTEXT - 1,)) as layers:
             for fraction in FRACTIONS[:1]:
-                work = layers.work(refiners=64)
+                work = layers.work(refiners=32)
                 out = torch.empty(1, HEADS, 128, device=CUDA)
                 layers.chain(0, work, fraction, out, early=False)
                 torch.cuda.synchronize()
@@ -220,8 +224,8 @@ def refinement(rows: Rows) -> None:
                     rows.add("refinement", f"groups of {tokens}, {fraction}, {refiners} refiners",
                              **layers.times(work, fraction, out))  # fmt: skip
             layers.drop(0.2)
-            rows.add("refinement", f"groups of {tokens}, 1/128, 64 refiners, 20% missing",
-                     **layers.times(layers.work(64), FRACTIONS[0], out))  # fmt: skip
+            rows.add("refinement", f"groups of {tokens}, 1/128, 32 refiners, 20% missing",
+                     **layers.times(layers.work(32), FRACTIONS[0], out))  # fmt: skip
 
 
 def encoding(rows: Rows) -> None:
@@ -244,6 +248,25 @@ def encoding(rows: Rows) -> None:
     )  # fmt: skip
 
 
+def step(rows: Rows) -> None:
+    """Whole steps of Llama-3.1-8B's shape at 128K, and each kernel's part of them: how often, and microseconds."""
+    setup = LongSetup(KvOptions(2, 2), CONTEXT, rounds=3)
+    bench_long_context(
+        SHAPES["llama-3.1-8b"], setup, CUDA, lambda row: rows.add("step", row.pop("name"), **row), profiled
+    )
+
+
+def profiled(decoder: GraphDecoder) -> dict[str, Any]:
+    """Kernels of three steps, those that take most first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(3):
+            decoder.launch()
+        decoder.wait()
+    averages = sorted(profiler.key_averages(), key=lambda one: -one.self_device_time_total)
+    parts = [(one.key[:50], one.count // 3, round(one.self_device_time_total / one.count, 2)) for one in averages]
+    return {"kernels": parts[:16]}
+
+
 def main() -> None:
     """Run every section within the time given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -263,6 +286,7 @@ def main() -> None:
         "attention": lambda: attention(rows, best),
         "refined": lambda: refined_correct(rows),
         "refinement": lambda: refinement(rows),
+        "step": lambda: step(rows),
         "encode": lambda: encoding(rows),
         "ceilings": lambda: ceilings(rows),
         "tests": lambda: tests(rows),

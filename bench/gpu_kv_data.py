@@ -108,10 +108,10 @@ class RefinedLayers(Layers):
         return layer * KV_HEADS * self.form.groups_per_tile
 
     def chain(self, layer: int, work: KvWork, fraction: Fraction, out: Tensor, *, early: bool) -> None:
-        """One layer's attention with refinement."""
+        """One layer's attention with refinement; the last two launches may start ``early``, as in a decoder."""
         cache = self.cache(layer)
-        kv_attend(*self.new(layer), self.positions, cache, work, early=early)
-        kv_select(self.positions, work, fraction, early=early)
+        kv_attend(*self.new(layer), self.positions, cache, work)
+        kv_select(self.positions, work, fraction)
         self.refine(layer, work, early=early)
         kv_merge(work, out, early=early)
 
@@ -150,11 +150,11 @@ class RefinedLayers(Layers):
             return microseconds(run, replays=9) / self.count
 
         def attend(i: int, work: KvWork) -> None:
-            kv_attend(*self.new(i), self.positions, self.cache(i), work, early=True)
+            kv_attend(*self.new(i), self.positions, self.cache(i), work)
 
         def without(i: int) -> None:
             attend(i, plain)
-            kv_merge(plain, out, early=True)
+            kv_merge(plain, out)
 
         whole = each(lambda i: self.chain(i, work, fraction, out, early=True))
         base, empty = each(without), each(lambda _: None)

@@ -28,7 +28,7 @@ from strataflux.client.runtime.models import ModelConfig
 from strataflux.kernels.kv_pack import TILE_TOKENS
 from strataflux.proto.store_format import SectionSpec
 
-__all__ = ["LongSetup", "bench_long_context"]
+__all__ = ["Also", "LongSetup", "bench_long_context"]
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,16 @@ class LongSetup:
             raise MisuseError("--context, --tokens", found, expected, "change them")
 
 
+Also = Callable[[GraphDecoder], Row]
+"""What else is to be known of each decoder, as a part of its row."""
+
+
 def bench_long_context(
-    config: ModelConfig, setup: LongSetup, device: torch.device, on_row: Callable[[Row], object] = lambda _: None
+    config: ModelConfig,
+    setup: LongSetup,
+    device: torch.device,
+    on_row: Callable[[Row], object] = lambda _: None,
+    also: Also = lambda _: {},
 ) -> list[Row]:
     """Measure; each row is given out as soon as it is there.
 
@@ -64,40 +72,43 @@ def bench_long_context(
     for base in setup.bases:
         model = random_model(config, base, device)
         half = 0.0
-        for row in _rows(model, setup):
+        for row in _rows(model, setup, also):
             half = half or row["tokens_per_second"]
             rows.append({"base": base, **row, "of_float16": row["tokens_per_second"] / half})
             on_row(rows[-1])
     return rows
 
 
-def _rows(model: DeviceModel, setup: LongSetup) -> Iterator[Row]:
+def _rows(model: DeviceModel, setup: LongSetup, also: Also) -> Iterator[Row]:
     config, kv = model.config, setup.kv
     context = setup.start + setup.tokens
     size = HalfCache.bytes_for(config, context)
-    yield {"name": "float16 cache", "cache_bytes": size, **_time(model, setup, None, None)}
+    yield {"name": "float16 cache", "cache_bytes": size, **_time(model, setup, also, None, None)}
     size, widths = LowBitCache.bytes_for(config, context, kv), f"{kv.key_bits}/{kv.value_bits}"
     cache = LowBitCache(config, context, model.device, replace(kv, fraction=Fraction(0)))
-    yield {"name": f"{widths} cache", "cache_bytes": size, **_time(model, setup, cache, None)}
+    yield {"name": f"{widths} cache", "cache_bytes": size, **_time(model, setup, also, cache, None)}
     del cache
     if kv.geometry(config, 1) is not None:
         block = DeviceBlock(model.device)
         cache = LowBitCache(config, context, model.device, kv, block)
         name = f"{widths} cache + {kv.refine_key_bits}/{kv.refine_value_bits}"
-        found = _time(model, setup, cache, block)
+        found = _time(model, setup, also, cache, block)
         yield {"name": name, "fraction": str(kv.fraction), "cache_bytes": size, **found}
 
 
-def _time(model: DeviceModel, setup: LongSetup, cache: LowBitCache | None, block: DeviceBlock | None) -> dict[str, Any]:
+def _time(
+    model: DeviceModel, setup: LongSetup, also: Also, cache: LowBitCache | None, block: DeviceBlock | None
+) -> dict[str, Any]:
     """Measure with this cache, or one in float16; with ``block`` its records are there, too."""
     decoder = make_decoder(model, setup.start + setup.tokens, block, Budget.common(0), attention=cache)
     if cache is not None:
         _fill(cache, setup.start)
     if cache is None or block is None:
-        return _rate(decoder, setup)
+        return _rate(decoder, setup) | also(decoder)
     store = _pinned(cache, block)
     try:
         found, access = _rate(decoder, setup), store.access
+        found |= also(decoder)
         lookups, hits = block.weight_lookups()  # the table counts as one of weights
     finally:
         decoder.wait()
