@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fsq_sweep import HeldSource, divergence
+from fsq_sweep import divergence
 from pack_model import join
 
 from strataflux.client.evaluate.compare import cut_windows
 from strataflux.client.evaluate.dense import dense_reference
+from strataflux.client.evaluate.methods.fsq import InMemory
 from strataflux.client.evaluate.text import python_prose, read_text
 from strataflux.client.prepare.fsq import FsqSettings, code_bytes, convert
 from strataflux.client.prepare.fsq_file import FsqAbout, save_codes, weights_digest
@@ -54,7 +55,7 @@ def main() -> None:
     for variant in options.variants:
         ratio, levels, bound = variant.split(":")
         settings = FsqSettings(code_bytes(weights.config, float(ratio)), int(levels), bound)
-        codes = [made.layer for made in convert(HeldSource(weights), given, settings, device)]
+        codes = [made.layer for made in convert(InMemory(weights), given, settings, device)]
         row = {"variant": variant, "nbytes": settings.nbytes, "train_tokens": len(train)}
         put({**row, "row": "converted", **divergence(weights, codes, references)})
         tried = {rate: trainer.run(codes, rate, options.trial_seconds) for rate in options.rates}
@@ -65,7 +66,9 @@ def main() -> None:
         trained = done.result()
         put({**row, "row": "trained", "rate": best, **told(done), **divergence(weights, trained, references)})
         if options.save:
-            about = FsqAbout(settings.nbytes, settings.levels, settings.bound, "original", digest, done.seconds)
+            about = FsqAbout(
+                settings.nbytes, settings.levels, settings.bound, "original", digest, tuned_seconds=done.seconds
+            )
             save_codes(options.save / f"{variant.replace(':', '-')}.safetensors", trained, about)
 
 

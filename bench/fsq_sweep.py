@@ -27,32 +27,13 @@ from pack_model import join
 from strataflux.client.evaluate.compare import cut_windows, join_scores
 from strataflux.client.evaluate.dense import dense_reference, score_logits
 from strataflux.client.evaluate.fsq import FsqTiers, fsq_logits, recall_of_tiers
+from strataflux.client.evaluate.methods.fsq import InMemory
 from strataflux.client.evaluate.scoring import Reference
 from strataflux.client.evaluate.text import read_text
 from strataflux.client.prepare.fsq import Conversion, FsqSettings, code_bytes, convert
 from strataflux.client.prepare.source import open_source
-from strataflux.client.runtime.models import DecoderWeights, LayerWeights, WeightSource
+from strataflux.client.runtime.models import DecoderWeights, WeightSource
 from strataflux.kernels.fsq import FsqLayer
-
-
-class HeldSource:
-    """Weights in memory, on their device, as what conversion reads from."""
-
-    def __init__(self, weights: DecoderWeights) -> None:
-        self.weights, self.config = weights, weights.config
-
-    def embedding(self) -> Tensor:
-        return self.weights.embedding
-
-    def norm(self) -> Tensor:
-        return self.weights.norm
-
-    def head(self) -> Tensor:
-        return self.weights.head
-
-    def layer(self, index: int) -> LayerWeights:
-        return self.weights.layers[index]
-
 
 VARIANTS = [
     (ratio, levels, bound)
@@ -69,7 +50,7 @@ def main() -> None:
         source = open_source(join(options.model, Path(folder)))
         weights = DecoderWeights.read(source).to(device)
         tokenizer = source.tokenizer()
-    source = HeldSource(weights)
+    source = InMemory(weights)
     tokens = tokenizer.encode(read_text(options.text)).ids
     windows = cut_windows(options.text, tokens, options.window - 1, options.windows)
     references = [dense_reference(weights, window) for window in windows]

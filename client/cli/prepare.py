@@ -6,6 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from strataflux.client.cli.fsq_options import (
+    FsqBoundOption,
+    FsqLevelsOption,
+    FsqOption,
+    FsqWeightsOption,
+    TuneOption,
+    TuneTextOption,
+    parse_requests,
+    report_codes,
+)
 from strataflux.client.cli.options import JsonOption
 from strataflux.client.cli.output import Output, progress
 from strataflux.client.errors import InputError, MisuseError
@@ -13,6 +23,7 @@ from strataflux.client.errors import InputError, MisuseError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from strataflux.client.prepare.fsq_request import FsqTraining
     from strataflux.client.prepare.prepared import PreparedModel
     from strataflux.client.prepare.settings import FitSettings
     from strataflux.client.prepare.source import ModelSource
@@ -47,13 +58,19 @@ def _command(
         str,
         typer.Option(help="With --fit: other budgets to fit for, such as 8,128, for a tuner; auto: k/4 and 4k; none."),
     ] = "auto",
+    fsq: FsqOption = None,
+    fsq_levels: FsqLevelsOption = None,
+    fsq_bound: FsqBoundOption = None,
+    fsq_weights: FsqWeightsOption = None,
+    tune: TuneOption = None,
+    text: TuneTextOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a prepared model that is there.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Prepare a model: low-bit weights to keep in memory, and a store of refinement bits.
 
     Nothing is at OUT before it is whole; with --force the old model is there until the new one takes its place. What
-    an interrupted run with a base that calibrates, or with --fit, finished is taken up by the next one.
+    an interrupted run with a base that calibrates, or with --fit or --fsq, finished is taken up by the next one.
     """
     from strataflux.client.prepare.settings import PrepareSettings, base_settings
     from strataflux.client.prepare.source import open_source
@@ -65,15 +82,19 @@ def _command(
     _check_target(folder, force)
     with progress("reading the model"):
         model = open_source(source)
-        tokens = None if base == "rtn" and fitting is None else _tokens(model, calibration, calibration_tokens)
+        training = _training(model, tune, text or calibration)
+        codes = parse_requests(model, fsq, fsq_levels, fsq_bound, fsq_weights, training)
+        needed = base != "rtn" or fitting is not None or codes
+        tokens = _tokens(model, calibration, calibration_tokens) if needed else None
     rungs = _ladder(ladder, k) if fitting or ladder != "auto" else ()
-    settings = PrepareSettings(chosen, k, fitting, tokens, device, str(source.resolve()), mlp, ladder=rungs)
+    origin = str(source.resolve())
+    settings = PrepareSettings(chosen, k, fitting, tokens, device, origin, mlp, ladder=rungs, codes=codes)
     with progress("preparing layers", prepare_steps(model.config, settings)) as advance:
         prepared = prepare(model, folder, settings, advance, restart=restart)
-    _report(output, prepared, fit, time.monotonic() - started)
+    _report(output, prepared, model, fit, time.monotonic() - started)
 
 
-def _report(output: Output, prepared: "PreparedModel", fit: str, seconds: float) -> None:
+def _report(output: Output, prepared: "PreparedModel", model: "ModelSource", fit: str, seconds: float) -> None:
     from strataflux.client.prepare.refinement import ladder_rungs
 
     manifest = prepared.manifest
@@ -84,6 +105,7 @@ def _report(output: Output, prepared: "PreparedModel", fit: str, seconds: float)
         f"{prepared.resident_bytes / 1e6:.1f} MB resident, "
         f"{store_bytes / 1e6:.1f} MB of refinement bits, in {seconds:.1f} s"
     )
+    codes = report_codes(output, prepared, model)
     output.result(
         {
             "prepared": prepared.folder,
@@ -95,6 +117,7 @@ def _report(output: Output, prepared: "PreparedModel", fit: str, seconds: float)
             "mlp": manifest.mlp_scheme,
             "sets": prepared.sets,
             "ladder": ladder_rungs(prepared),
+            "codes": codes,
             "resident_bytes": prepared.resident_bytes,
             "store_bytes": store_bytes,
             "identity_digest": prepared.manifest.digest,
@@ -131,6 +154,21 @@ def _tokens(model: "ModelSource", text: Path | None, count: int) -> "Tensor":
 
     words, subject = (python_prose(), "pydoc_data.topics") if text is None else (read_text(text), text)
     return calibration_windows(subject, model.tokenizer(), words, count // _SEQUENCE, _SEQUENCE)
+
+
+def _training(model: "ModelSource", minutes: float | None, text: Path | None) -> "FsqTraining | None":
+    if not minutes:
+        return None
+    import torch
+
+    from strataflux.client.evaluate.text import python_prose, read_texts
+    from strataflux.client.prepare.fsq_request import FsqTraining
+
+    if minutes < 0:
+        raise MisuseError("--tune", f"{minutes:g} minutes", "0 or more", "say for how long to train")
+    tokenizer = model.tokenizer()
+    texts = [python_prose()] if text is None else read_texts(text)
+    return FsqTraining(torch.tensor([token for one in texts for token in tokenizer.encode(one).ids]), 60 * minutes)
 
 
 def _check_target(folder: Path, force: bool) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from strataflux.client.errors import InputError
 
-__all__ = ["clean_wikitext", "python_prose", "read_text"]
+__all__ = ["clean_wikitext", "python_prose", "read_text", "read_texts"]
 
 
 def read_text(path: Path) -> str:
@@ -20,6 +20,26 @@ def read_text(path: Path) -> str:
         raise InputError(path, error.strerror or "an error", "a text file", "check the path") from error
     except UnicodeDecodeError as error:
         raise InputError(path, f"byte {error.start} that is no UTF-8", "a UTF-8 text", "convert it") from error
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of all UTF-8 files in a folder and below it, by path; of a file its own. Other files are passed over.
+
+    Raises:
+        InputError: there is nothing to read.
+    """
+    if path.is_file():
+        return [read_text(path)]
+    found = []
+    for file in sorted(path.rglob("*")):
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts):
+            try:
+                found.append(clean_wikitext(file.read_text(encoding="utf-8")))
+            except UnicodeDecodeError:
+                continue
+    if not any(found):
+        raise InputError(path, "no UTF-8 file", "a text file, or a folder of some", "check the path")
+    return found
 
 
 def clean_wikitext(text: str) -> str:

@@ -50,8 +50,15 @@ class FsqAbout:
     """``base``: a prepared model's low-bit weights; ``original``: the model as it was published."""
     weights_sha256: str
     """Of the weights, as :func:`weights_digest`."""
+    rank: int = 0
+    """Directions that the keys and values of the poorest layer have; coordinates beyond repeat some."""
+    key_errors: tuple[float, ...] = ()
+    """Of the closed form, a layer each, relative and about the mean; on the text that it was fitted to."""
+    value_errors: tuple[float, ...] = ()
     tuned_seconds: float = 0.0
     """Of training after the closed form."""
+    held_out: tuple[float, ...] = ()
+    """Divergence on held-out text of the tuning text before and after training, in nats a token."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,11 @@ class FsqCodes:
     def nbytes(self) -> int:
         """Bytes of a token's codes, all layers."""
         return sum(layer.grid.nbytes for layer in self.layers)
+
+    @property
+    def width(self) -> int:
+        """Coordinates of the widest layer."""
+        return max(layer.grid.width for layer in self.layers)
 
 
 def weights_digest(source: WeightSource) -> str:
@@ -131,7 +143,8 @@ def read_about(path: Path) -> FsqAbout:
         found = told.pop("format")
         if found != _FORMAT:
             raise InputError(path, f"format {found!r}", f"format {_FORMAT}", "use a matching version of strataflux")
-        return FsqAbout(**told)
+        lists = {name: tuple(told[name]) for name in ("key_errors", "value_errors", "held_out")}
+        return FsqAbout(**{**told, **lists})
     except (OSError, SafetensorError) as error:
         raise InputError(path, str(error), "a file of codes", _REMEDY) from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:

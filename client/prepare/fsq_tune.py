@@ -136,6 +136,8 @@ class FsqTuning:
         """Spent in training, checks included."""
         self.held_out_loss = math.inf
         """The least divergence that a check saw, in nats a token."""
+        self.held_out_before = math.inf
+        """What the first check saw, of the untrained codes."""
         if state is not None and state.exists():
             self._load(state)
 
@@ -151,6 +153,7 @@ class FsqTuning:
         last, settings = time.monotonic(), self._settings
         if self.step == 0:
             self._check()
+            self.held_out_before = self.held_out_loss
         for tokens in batches:
             if self.done:
                 break
@@ -231,7 +234,9 @@ class FsqTuning:
         tensors |= {f"best.{name}": tensor for name, tensor in self._best.items()}
         for index, state in self._optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
-        tensors["progress"] = torch.tensor([self.step, self.seconds, self.held_out_loss], dtype=torch.float64)
+        tensors["progress"] = torch.tensor(
+            [self.step, self.seconds, self.held_out_loss, self.held_out_before], dtype=torch.float64
+        )
         partial = path.with_name(f".{path.name}")
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(held, partial)
@@ -247,7 +252,7 @@ class FsqTuning:
                 _, index, field = name.split(".")
                 state.setdefault(int(index), {})[field] = tensor
         self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
-        step, self.seconds, self.held_out_loss = tensors["progress"].tolist()
+        step, self.seconds, self.held_out_loss, self.held_out_before = tensors["progress"].tolist()
         self.step = int(step)
 
 

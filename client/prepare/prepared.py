@@ -6,6 +6,7 @@
 | `resident.safetensors`    | packed codes, scales or codebooks, refinement scales, norms, embeddings    |
 | `refine/`                 | the store: records of channels, of neuron bundles, or of both              |
 | `tokenizer.json`          | the tokenizer                                                              |
+| `fsq/NAME.safetensors`    | discrete codes in place of keys and values, by ratio; only if asked for    |
 | `ladder/K.safetensors`    | columns fitted for other budgets, for a tuner; only of fitted refinement   |
 | `calibration.safetensors` | the text and scales from which fitting can be done anew; likewise          |
 """
@@ -34,6 +35,7 @@ from strataflux.proto.store_format import SectionSpec, identity_digest
 __all__ = [
     "CALIBRATION",
     "FORMAT",
+    "FSQ",
     "LADDER",
     "MANIFEST",
     "RESIDENT",
@@ -49,7 +51,7 @@ __all__ = [
 FORMAT = 1
 """Version of the folder; a newer one is refused."""
 MANIFEST, RESIDENT, STORE, TOKENIZER = "prepared.json", "resident.safetensors", "refine", "tokenizer.json"
-LADDER, CALIBRATION = "ladder", "calibration.safetensors"
+LADDER, CALIBRATION, FSQ = "ladder", "calibration.safetensors", "fsq"
 _REMEDY = "prepare the model again"
 
 
@@ -133,6 +135,11 @@ class PreparedModel:
     def store(self) -> Path:
         """The folder of the store."""
         return self.folder / STORE
+
+    @property
+    def codes(self) -> dict[str, Path]:
+        """Files of discrete codes by name, such as ``16x``."""
+        return {path.stem: path for path in sorted((self.folder / FSQ).glob("*.safetensors"))}
 
     @cached_property
     def resident_bytes(self) -> int:

@@ -58,6 +58,8 @@ class Content:
     """Files that come along, by their place in the folder; linked where that is possible."""
     calibration: Mapping[str, Tensor] = field(default_factory=dict)
     """What fitting anew needs."""
+    finish: Callable[[PreparedModel], object] = lambda _: None
+    """Adds to the folder what is made from the finished model, before anybody sees it."""
 
 
 def publish(content: Content, folder: Path, advance: Callable[[], object]) -> PreparedModel:
@@ -71,7 +73,9 @@ def publish(content: Content, folder: Path, advance: Callable[[], object]) -> Pr
         _bring(content, partial)
         manifest = content.describe(_write_resident(content, partial / RESIDENT, advance))
         write_synced(partial / MANIFEST, json.dumps(manifest.to_json(), indent=2).encode())
-        _write_store(PreparedModel(partial, manifest), content, advance)
+        prepared = PreparedModel(partial, manifest)
+        _write_store(prepared, content, advance)
+        content.finish(prepared)
         replace_folder(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from strataflux.client.errors import InputError, MisuseError
 from strataflux.client.prepare.bases.matrices import CodebookCodes, GroupedCodes
 from strataflux.client.prepare.layers import StagedLayers
-from strataflux.client.prepare.prepared import CALIBRATION, LADDER, Manifest, PreparedModel
+from strataflux.client.prepare.prepared import CALIBRATION, FSQ, LADDER, Manifest, PreparedModel
 from strataflux.client.prepare.publish import Content, publish
 from strataflux.client.prepare.refine_stage import RefineStage
 from strataflux.client.prepare.refinement import ladder_rungs
@@ -80,6 +80,7 @@ def refit(
     stage = RefineStage(source, settings, work)
     stage.run(advance)
     kept = [Path(LADDER) / f"{rung}.safetensors" for rung in ladder_rungs(prepared)]
+    kept += [Path(FSQ) / path.name for path in prepared.codes.values()]
     files = {str(place): prepared.folder / place for place in (*kept, Path(CALIBRATION))}
     layers = StagedLayers(stage)
     manifest = prepared.manifest if shift is None else replace(prepared.manifest, shift=shift)

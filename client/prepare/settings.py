@@ -12,6 +12,7 @@ from strataflux.client.prepare.bases.lnq import LnqSettings
 from strataflux.client.prepare.bases.rtn import RtnSettings
 from strataflux.client.prepare.bases.sqllm import SqllmSettings
 from strataflux.client.prepare.fit import MULTIPLIERS
+from strataflux.client.prepare.fsq_request import FsqRequest
 from strataflux.client.runtime.models import SETS, ModelConfig
 from strataflux.client.schemes import STORED_SETS, Scheme, budgets_by_set, stored_budgets
 from strataflux.kernels.topk import CHUNK
@@ -87,10 +88,12 @@ class PrepareSettings:
     """How the MLP is refined, and what ``k`` is meant for; None: by bundles if there is nothing else."""
     ladder: tuple[int, ...] = ()
     """Budgets, in channels per 1,024, whose fitted values are kept beside the store's, for a tuner."""
+    codes: tuple[FsqRequest, ...] = ()
+    """Discrete codes to make in the place of keys and values."""
 
     def __post_init__(self) -> None:
-        if self.tokens is None and not self.streams_once:
-            raise MisuseError("calibration", "no text", "text for this base or for fitting", "give some")
+        if self.tokens is None and (self.codes or not self.streams_once):
+            raise MisuseError("calibration", "no text", "text for this base, for fitting or for codes", "give some")
         if self.mlp not in STORED_SETS:
             raise MisuseError("--mlp", repr(self.mlp), ", ".join(STORED_SETS), "choose one of these")
         if self.ladder and self.fit is None:

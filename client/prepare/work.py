@@ -96,6 +96,7 @@ def work_key(source: WeightSource, settings: PrepareSettings) -> str:
         "scheme": settings.chosen_scheme,
         "ladder": settings.ladder,
         "fit": settings.fit.to_json() if settings.fit else None,
+        "codes": [request.to_json() for request in settings.codes],
         "tensors": digest.hexdigest(),
     }
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()

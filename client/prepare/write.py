@@ -6,6 +6,7 @@ go through stages first, which an interrupted run can resume. What is published 
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from strataflux.client.errors import InputError
 from strataflux.client.prepare.bases.rtn import RtnSettings
+from strataflux.client.prepare.fsq_stage import FsqStage
 from strataflux.client.prepare.layers import StagedLayers, StreamedLayers
 from strataflux.client.prepare.prepared import MANIFEST, Manifest, PreparedModel
 from strataflux.client.prepare.publish import Content, publish
@@ -21,7 +23,7 @@ from strataflux.client.prepare.refine_stage import RefineStage
 from strataflux.client.prepare.settings import PrepareSettings, check_inputs
 from strataflux.client.prepare.source import ModelSource
 from strataflux.client.prepare.stages import QuantizeStage
-from strataflux.client.prepare.work import open_work, work_key
+from strataflux.client.prepare.work import WorkFolder, open_work, work_key
 from strataflux.client.runtime.models import SETS, ModelConfig
 from strataflux.client.schemes import budgets_by_set
 
@@ -30,7 +32,7 @@ __all__ = ["fit_layout", "prepare", "prepare_steps"]
 
 def prepare_steps(config: ModelConfig, settings: PrepareSettings) -> int:
     """How often :func:`prepare` calls ``advance``."""
-    written = 2 * config.layers
+    written = 2 * config.layers + FsqStage.steps(config.layers, settings)
     if settings.streams_once:
         return written
     return QuantizeStage.steps(config.layers, settings) + config.layers + written
@@ -64,20 +66,30 @@ def prepare(
         raise InputError(folder, "files that are no prepared model", "a new folder", "choose another folder")
     check_inputs(source.config, settings)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    describe = partial(_manifest, source.config, settings)
-    if settings.streams_once:
-        assert isinstance(settings.base, RtnSettings), "only this base needs no text"
-        layers = StreamedLayers(source, settings.base, settings.sets)
-        return publish(Content(source, layers, describe), folder, advance)
+    if settings.streams_once and not settings.codes:
+        return publish(_streamed(source, settings), folder, advance)
     work = open_work(folder, work_key(source, settings), restart=restart)
-    QuantizeStage(source, settings, work).run(advance)
-    stage = RefineStage(source, settings, work)
-    stage.run(advance)
-    calibration = _calibration(stage, source.config, settings)
-    content = Content(source, StagedLayers(stage), describe, settings.ladder, calibration=calibration)
+    content = _streamed(source, settings) if settings.streams_once else _staged(source, settings, work, advance)
+    codes = FsqStage(source, settings, work)
+    content = replace(content, finish=partial(codes.run, advance=advance))
     prepared = publish(content, folder, advance)
     work.remove()
     return prepared
+
+
+def _streamed(source: ModelSource, settings: PrepareSettings) -> Content:
+    assert isinstance(settings.base, RtnSettings), "only this base needs no text"
+    layers = StreamedLayers(source, settings.base, settings.sets)
+    return Content(source, layers, partial(_manifest, source.config, settings))
+
+
+def _staged(source: ModelSource, settings: PrepareSettings, work: WorkFolder, advance: Callable[[], object]) -> Content:
+    QuantizeStage(source, settings, work).run(advance)
+    stage = RefineStage(source, settings, work)
+    stage.run(advance)
+    describe = partial(_manifest, source.config, settings)
+    calibration = _calibration(stage, source.config, settings)
+    return Content(source, StagedLayers(stage), describe, settings.ladder, calibration=calibration)
 
 
 def fit_layout(settings: PrepareSettings) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+"""What a preparation is asked to make of keys and values: discrete codes of one size, trained or not."""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from strataflux.client.prepare.fsq import FsqSettings
+
+__all__ = ["FsqRequest", "FsqTraining", "default_rate"]
+
+
+@dataclass(frozen=True)
+class FsqTraining:
+    """How codes are trained after their conversion."""
+
+    tokens: Tensor = field(compare=False)
+    """[n] int64 of text; its end is held out."""
+    seconds: float
+    rate: float | None = None
+    """Relative to the size of what is trained; None: by how much is left to gain, :func:`default_rate`."""
+    length: int = 512
+    """Tokens of a sequence."""
+    steps: int = 1_000_000
+    """At most."""
+
+
+@dataclass(frozen=True)
+class FsqRequest:
+    """Codes of one size."""
+
+    name: str
+    """What they are called by, such as ``16x``."""
+    settings: FsqSettings
+    weights: Literal["base", "original"] = "base"
+    """Over which model: the low-bit weights that are prepared, or those they were made of."""
+    training: FsqTraining | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What decides which codes come out, beside the model and its calibration text."""
+        told: dict[str, Any] = {"name": self.name, "weights": self.weights, "settings": vars(self.settings)}
+        if self.training is not None:
+            text = hashlib.sha256(self.training.tokens.contiguous().numpy().tobytes()).hexdigest()
+            told["training"] = {**vars(self.training), "tokens": text}
+        return told
+
+
+def default_rate(full_bytes: int, nbytes: int) -> float:
+    """Relative rate of training for a code of ``nbytes`` in the place of ``full_bytes``."""
+    return 3e-3 if full_bytes >= 12 * nbytes else 1e-3

@@ -1,0 +1,157 @@
+"""The stage of a preparation that makes discrete codes; it comes last, over weights that are final.
+
+Each converted layer and the state of training are kept in the work folder; what is there is not made again.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from strataflux.client.errors import InputError
+from strataflux.client.prepare.fsq import Conversion, convert, full_bytes
+from strataflux.client.prepare.fsq_file import FsqAbout, save_codes, weights_digest
+from strataflux.client.prepare.fsq_request import FsqRequest, FsqTraining, default_rate
+from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, random_sequences
+from strataflux.client.prepare.prepared import FSQ, PreparedModel
+from strataflux.client.prepare.settings import PrepareSettings
+from strataflux.client.prepare.source import ModelSource
+from strataflux.client.prepare.work import WorkFolder
+from strataflux.client.runtime.models import DecoderWeights, WeightSource
+from strataflux.kernels.fsq import FsqGrid, FsqLayer
+
+__all__ = ["FsqStage"]
+
+_HELD_OUT = 8
+"""Sequences that are not trained on."""
+_TRAINING_STEPS = 100
+"""Calls of ``advance`` that training is told by."""
+_PARTS = ("encoder", "encoder_bias", "decoder", "decoder_bias")
+
+
+class FsqStage:
+    """Makes the codes of one preparation."""
+
+    def __init__(self, source: ModelSource, settings: PrepareSettings, work: WorkFolder) -> None:
+        self._source, self._settings, self._work = source, settings, work
+        self._device = torch.device(settings.device)
+
+    @staticmethod
+    def steps(layers: int, settings: PrepareSettings) -> int:
+        """How often :meth:`run` calls ``advance``."""
+        trained = sum(request.training is not None for request in settings.codes)
+        return len(settings.codes) * layers + trained * _TRAINING_STEPS
+
+    def run(self, prepared: PreparedModel, advance: Callable[[], object]) -> None:
+        """Make all codes and write them into the folder of ``prepared``, which is not published yet.
+
+        Raises:
+            InputError: there is too little text.
+        """
+        for request in self._settings.codes:
+            source = prepared if request.weights == "base" else self._source
+            made = self._convert(request, source, advance)
+            layers = [one.layer for one in made]
+            about = _about(request, made, weights_digest(source))
+            if request.training is not None:
+                tuning = self._train(request, request.training, source, layers, advance)
+                layers = tuning.result()
+                held_out = (tuning.held_out_before, tuning.held_out_loss)
+                about = _about(request, made, about.weights_sha256, tuning.seconds, held_out)
+            save_codes(prepared.folder / FSQ / f"{request.name}.safetensors", layers, about)
+
+    def _convert(
+        self, request: FsqRequest, source: WeightSource, advance: Callable[[], object]
+    ) -> Sequence[Conversion]:
+        stage, layers = f"fsq-{request.name}", source.config.layers
+        if all(self._work.has(stage, index) for index in range(layers)):
+            for _ in range(layers):
+                advance()
+            return [self._kept(request, index) for index in range(layers)]
+
+        def told(index: int, made: Conversion) -> None:
+            if not self._work.has(stage, index):
+                self._keep(stage, index, made)
+            advance()
+
+        def kept(index: int) -> Conversion | None:
+            return self._kept(request, index) if self._work.has(stage, index) else None
+
+        tokens = self._settings.tokens
+        assert tokens is not None, "settings with codes have text"
+        return convert(source, tokens, request.settings, self._device, told, kept)
+
+    def _keep(self, stage: str, index: int, made: Conversion) -> None:
+        tensors = {name: getattr(made.layer, name) for name in _PARTS}
+        tensors["bits"] = torch.tensor(made.layer.grid.bits)
+        tensors["errors"] = torch.tensor([made.key_error, made.value_error, made.rank], dtype=torch.float64)
+        self._work.save(stage, index, tensors)
+
+    def _kept(self, request: FsqRequest, index: int) -> Conversion:
+        held = self._work.load(f"fsq-{request.name}", index)
+        grid = FsqGrid(tuple(held["bits"].tolist()), request.settings.bound)
+        key_error, value_error, rank = held["errors"].tolist()
+        layer = FsqLayer(grid, *(held[name] for name in _PARTS)).to(self._device)
+        return Conversion(layer, key_error, value_error, int(rank))
+
+    def _train(
+        self,
+        request: FsqRequest,
+        training: FsqTraining,
+        source: WeightSource,
+        layers: Sequence[FsqLayer],
+        advance: Callable[[], object],
+    ) -> FsqTuning:
+        text, held_out = _split(training, self._device)
+        full = full_bytes(source.config)
+        rate = training.rate or default_rate(full, request.settings.nbytes)
+        settings = TuneSettings(training.steps, rate, training.seconds, save_every=50)
+        weights = DecoderWeights.read(source).to(self._device)
+        state = self._work.folder / f"fsq-{request.name}.training"
+        tuning = FsqTuning(weights, layers, settings, state, held_out)
+        told = 0
+
+        def progress(step: int, _: float) -> None:
+            nonlocal told
+            done = max(step / training.steps, tuning.seconds / training.seconds)
+            while told < min(1.0, done) * _TRAINING_STEPS:
+                told += 1
+                advance()
+
+        batch = 16 if self._device.type == "cuda" else 2
+        tuning.run(random_sequences(text, batch, training.length, 0, first=tuning.step), progress)
+        for _ in range(told, _TRAINING_STEPS):
+            advance()
+        return tuning
+
+
+def _split(training: FsqTraining, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """The text to train on, and the end that is held out."""
+    held = _HELD_OUT * training.length
+    if training.tokens.numel() < 2 * held:
+        found = f"{training.tokens.numel()} tokens"
+        raise InputError("training text", found, f"at least {2 * held}", "give a longer --text")
+    tokens = training.tokens.to(device)
+    return tokens[:-held], list(tokens[-held:].view(2, _HELD_OUT // 2, training.length))
+
+
+def _about(
+    request: FsqRequest,
+    made: Sequence[Conversion],
+    digest: str,
+    seconds: float = 0.0,
+    held_out: tuple[float, ...] = (),
+) -> FsqAbout:
+    settings = request.settings
+    return FsqAbout(
+        settings.nbytes,
+        settings.levels,
+        settings.bound,
+        request.weights,
+        digest,
+        rank=min(one.rank for one in made),
+        key_errors=tuple(one.key_error for one in made),
+        value_errors=tuple(one.value_error for one in made),
+        tuned_seconds=seconds,
+        held_out=held_out,
+    )

@@ -1,0 +1,122 @@
+"""``strataflux prepare --fsq``: codes over a model and over its low-bit base, trained, taken up again, refused."""
+
+import string
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from strataflux.client.prepare import fsq_stage
+from strataflux.client.prepare.fsq_file import load_codes, weights_digest
+from strataflux.client.prepare.prepared import open_prepared
+from strataflux.client.prepare.source import open_source
+from tests.unit.client.cli.conftest import Run
+
+
+@pytest.fixture
+def prose(tmp_path: Path) -> Path:
+    path = tmp_path / "prose.txt"
+    path.write_text("".join(Random(1).choices(string.ascii_lowercase + " ,.", k=4000)))
+    return path
+
+
+def words(model: Path, out: Path, prose: Path, *more: object) -> tuple[object, ...]:
+    return ("prepare", model, out, "--calibration", prose, "--calibration-tokens", 2048, *more, "--json")
+
+
+@pytest.mark.parametrize("base", ["rtn", "awq"])
+def test_codes_over_the_base_and_over_the_original(
+    base: str, tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run
+) -> None:
+    said = run(*words(tiny_gguf, tmp_path / "out", prose, "--base", base, "--fsq", "8x,4x"))
+    assert said.code == 0, said.err
+    prepared = open_prepared(tmp_path / "out")
+    assert list(prepared.codes) == ["4x", "8x"]
+    found = said.json()["codes"]
+    for name, size in (("4x", 32), ("8x", 16)):
+        assert (found[name]["bytes"], found[name]["weights"], found[name]["levels"]) == (size, "base", "mixed")
+        codes = load_codes(prepared.codes[name], prepared.config, weights_digest(prepared))
+        assert max(layer.grid.nbytes for layer in codes.layers) == size
+    assert max(found["4x"]["key_errors"]) < max(found["8x"]["key_errors"]) < 1
+
+    said = run(*words(tiny_gguf, tmp_path / "over", prose, "--fsq", "8x", "--fsq-weights", "original"))
+    assert said.code == 0, said.err
+    source, other = open_source(tiny_gguf), open_prepared(tmp_path / "over").codes["8x"]
+    original = load_codes(other, source.config, weights_digest(source))
+    low_bit = load_codes(prepared.codes["8x"], source.config, weights_digest(prepared))
+    assert not torch.equal(original.layers[0].decoder, low_bit.layers[0].decoder)
+
+
+def test_wider_than_the_rank_is_said(tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run) -> None:
+    options = ("--fsq", "2x", "--fsq-levels", 16, "--fsq-bound", "tanh", "--calibration-tokens", 3072)
+    said = run(*words(tiny_gguf, tmp_path / "out", prose, *options))
+    assert said.code == 0, said.err
+    assert "128 coordinates, but keys and values have" in said.err
+    assert "--fsq-levels mixed or 256" in said.err
+
+
+def test_training_is_never_worse_on_held_out_text(tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run) -> None:
+    texts = tmp_path / "texts"
+    (texts / "deep").mkdir(parents=True)
+    (texts / "a.txt").write_text(prose.read_text())
+    (texts / "deep" / "b.md").write_text(prose.read_text() * 5)
+    (texts / "c.bin").write_bytes(b"\xff\xfe\xfd")
+    said = run(*words(tiny_gguf, tmp_path / "out", prose, "--fsq", "16x", "--tune", 0.02, "--text", texts))
+    assert said.code == 0, said.err
+    told = said.json()["codes"]["16x"]
+    before, after = told["held_out_kl"]
+    assert after <= before
+    assert told["tuned_seconds"] >= 1.2
+    assert "KL on held-out text" in said.err
+
+
+def test_what_an_interrupted_run_converted_is_not_converted_again(
+    tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = words(tiny_gguf, tmp_path / "out", prose, "--fsq", "8x")
+    first = tmp_path / ".out.work" / "fsq-8x" / "0.safetensors"
+    keep = fsq_stage.FsqStage._keep
+
+    def interrupt(stage: Any, name: str, index: int, made: Any) -> None:
+        if index == 1:
+            raise KeyboardInterrupt
+        keep(stage, name, index, made)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fsq_stage.FsqStage, "_keep", interrupt)
+        assert run(*command).code == 130
+        made = first.stat().st_mtime_ns
+        assert run(*command).code == 130
+        assert first.stat().st_mtime_ns == made
+    assert not (tmp_path / "out").exists()
+    said = run(*command)
+    assert said.code == 0, said.err
+    whole = run(*words(tiny_gguf, tmp_path / "whole", prose, "--fsq", "8x"))
+    assert said.json()["codes"] == whole.json()["codes"]
+    assert not first.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--fsq", "16"), "write --fsq 16x"),
+        (("--fsq", "0.5x"), "ratios from 1x on"),
+        (("--fsq", "1000x"), "0 bytes a token"),
+        (("--fsq", "8x", "--fsq-levels", "5"), "divide a byte"),
+        (("--fsq", "8x", "--fsq-bound", "round"), "tanh, floor, clamp"),
+        (("--fsq", "8x", "--fsq-weights", "mine"), "base, original"),
+        (("--fsq-levels", "16"), "no --fsq"),
+        (("--tune", "1"), "no --fsq"),
+        (("--fsq", "8x", "--tune", "-1"), "-1 minutes"),
+        (("--fsq", "8x", "--tune", "1", "--text", "/nowhere"), "/nowhere"),
+    ],
+)
+def test_refusals(options: tuple[str, ...], named: str, tmp_path: Path, tiny_gguf: Path, run: Run) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("a short text of no great length, all the same long enough for one sequence. " * 33)
+    said = run("prepare", tiny_gguf, tmp_path / "out", "--calibration", short, "--calibration-tokens", 2048, *options)
+    assert said.code == 2
+    assert named in said.err
+    assert not (tmp_path / "out").exists()
