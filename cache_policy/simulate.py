@@ -29,7 +29,7 @@ class Trace:
 
     Attributes:
         name: how results name it.
-        keys: i64[steps, requests], 0 … n_keys - 1, in the order they were asked for.
+        keys: i64[steps, requests], 0 … n_keys - 1, in the order they were asked for; -1 where a step asked for less.
         n_keys: records of the store: what a capacity is a share of.
         scores: f32[steps, requests] selection score of each request, ≥ 0; None if not recorded.
     """
@@ -40,8 +40,14 @@ class Trace:
     scores: NDArray[np.float32] | None = None
 
     def weights(self) -> NDArray[np.float32]:
-        """The scores, or 1 for every request."""
-        return np.ones(self.keys.shape, np.float32) if self.scores is None else self.scores
+        """The scores, or 1 for every request; 0 where there is none."""
+        scores = np.ones(self.keys.shape, np.float32) if self.scores is None else self.scores
+        return np.where(self.keys < 0, np.float32(0), scores)
+
+    @property
+    def requests(self) -> int:
+        """Requests of all steps."""
+        return int((self.keys >= 0).sum())
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ def run(policy: Policy, trace: Trace, slots: int, next_step: bool = False) -> Ra
     code = policy.check_integrity(state)
     if code != INTACT:
         raise RuntimeError(f"{policy} broke its invariant {code} on {trace.name} with {slots} slots")
-    return Rates(hits / trace.keys.size, served / float(weights.sum(dtype=np.float64)))
+    return Rates(hits / trace.requests, served / float(weights.sum(dtype=np.float64)))
 
 
 def lru_lazy(trace: Trace, slots: int, next_step: bool = False) -> Rates:
@@ -84,14 +90,15 @@ def lru_lazy(trace: Trace, slots: int, next_step: bool = False) -> Rates:
     stamps = np.array([last_used.ctypes.data], np.uint64)
     arrays = (last_used, stamps, stepped)
     hits, served = _replay_lazy(state, trace.keys, weights, directory, held, *arrays, next_step)
-    return Rates(hits / trace.keys.size, served / float(weights.sum(dtype=np.float64)))
+    return Rates(hits / trace.requests, served / float(weights.sum(dtype=np.float64)))
 
 
 def optimum(trace: Trace, slots: int) -> Rates:
     """The most hits any policy can have with immediate fill (it maximises hits, not the score)."""
     weights = trace.weights()
-    hits, served = _belady(trace.keys.ravel(), weights.ravel(), trace.n_keys, slots)
-    return Rates(hits / trace.keys.size, served / float(weights.sum(dtype=np.float64)))
+    asked = trace.keys >= 0
+    hits, served = _belady(trace.keys[asked], weights[asked], trace.n_keys, slots)
+    return Rates(hits / trace.requests, served / float(weights.sum(dtype=np.float64)))
 
 
 def quantize_scores(scores: NDArray[np.float32] | None, shape: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -125,7 +132,10 @@ def _replay_requests(
         width = keys.shape[1] if next_step else 1
         for first in range(0, keys.shape[1], width):
             for at in range(first, first + width):
-                key, slot = keys[step, at], directory[keys[step, at]]
+                key = keys[step, at]
+                if key < 0:
+                    continue
+                slot = directory[key]
                 if slot >= 0:
                     touch(s, slot, clock, scores[step, at])
                     hits += 1
@@ -134,7 +144,7 @@ def _replay_requests(
                     requested(s, key, scores[step, at], clock)
             for at in range(first, first + width):
                 key = keys[step, at]
-                if directory[key] >= 0:
+                if key < 0 or directory[key] >= 0:
                     continue
                 slot = filled
                 if filled < len(held):
@@ -175,14 +185,17 @@ def _replay_lazy(
         width = keys.shape[1] if next_step else 1
         for first in range(0, keys.shape[1], width):
             for at in range(first, first + width):
-                slot = directory[keys[step, at]]
+                key = keys[step, at]
+                if key < 0:
+                    continue
+                slot = directory[key]
                 if slot >= 0:
                     last_used[slot] = clock
                     hits += 1
                     served += weights[step, at]
             for at in range(first, first + width):
                 key = keys[step, at]
-                if directory[key] >= 0:
+                if key < 0 or directory[key] >= 0:
                     continue
                 slot = filled
                 if filled < len(held):

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -71,6 +71,8 @@ class KvPuts:
         # guarded by _lock
         self.epoch = 0
         """How many attachments there were before this one."""
+        self.lives: Counter[int] = Counter()
+        """How often each id was put: what its object ids stood for before are other records."""
         self._under_way: deque[tuple[int, int]] = deque()
         self._done = 0
         self._settled: list[Settled] = []
@@ -133,6 +135,7 @@ class KvPuts:
             )
             ctypes.memmove(at, np.ascontiguousarray(payload).ctypes.data, self._bytes)
             self._under_way.append((staging, block))
+            self.lives[block] += 1
             ring = attach_block.announce_put(attachment.block, staging, block)
         if ring:
             attachment.ring_doorbell()

@@ -20,6 +20,7 @@ from strataflux.client.kv import RefinedKVCache
 from strataflux.client.kv_blocks import KvBlocks
 from strataflux.client.kv_options import KvOptions, blocks_for
 from strataflux.client.prepare.prepared import PreparedModel
+from strataflux.client.recording import describe_tables, session_kind
 from strataflux.client.runtime.decoder import Decoder, ShiftingRefiner, Unrefined
 from strataflux.client.runtime.models import DecoderWeights, ModelConfig
 from strataflux.client.schemes import Scheme
@@ -27,6 +28,7 @@ from strataflux.client.session import Session
 from strataflux.client.session_stats import SessionStats
 from strataflux.client.weights import step_demand
 from strataflux.proto.messages import StoreRef
+from strataflux.proto.store_format import open_store
 
 __all__ = ["RefinedModel", "RefinedSession"]
 
@@ -218,7 +220,7 @@ class RefinedSession:
         demands = [] if prepared is None else [step_demand(prepared, k, shift, scheme)]
         demands += [] if kv is None else [kv.demand(weights.config, context)]
         blocks = sequences * blocks_for(context)
-        session = Session.attach(
+        session = session_kind().attach(
             [] if prepared is None else [StoreRef(prepared.manifest.digest, prepared.manifest.identity)],
             selections_per_step=max(1, sum(demand.selections for demand in demands)),
             largest_set_bytes=0 if isinstance(miss, Skip) else max((d.largest_set_bytes for d in demands), default=0),
@@ -228,6 +230,8 @@ class RefinedSession:
             client=_label(prepared, shift, scheme),
         )
         try:
+            sections = None if prepared is None else lambda: open_store(prepared.store).sections
+            describe_tables(session, sections, weights.config.layers, weights.config.kv_heads)
             refiner = None if prepared is None else make_refiner(session, 0, prepared, k, scheme)
             seconds = miss.deadline_seconds if isinstance(miss, Wait) else 0.0
             cache = None if kv is None else _cache_maker(session, weights.config, blocks, kv, seconds)

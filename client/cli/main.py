@@ -41,6 +41,7 @@ COMMANDS: tuple[str, ...] = (
     "serve",
     "bench",
     "simulate",
+    "trace",
     "install_service",
     "status",
     "top",

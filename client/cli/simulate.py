@@ -35,7 +35,7 @@ def simulate(
     """Hit rates of recorded selections under each cache policy, with Belady's optimum beside them."""
     from strataflux.cache_policy.errors import UnknownPolicyError
     from strataflux.cache_policy.policies import DEFAULT, POLICIES, find_policies
-    from strataflux.client.traces import load_trace
+    from strataflux.client.traces import load_traces
 
     try:
         policies = {"lru": POLICIES["lru"]} | find_policies(policy)
@@ -45,8 +45,8 @@ def simulate(
     next_step = _choice("--fill", fill, ("immediate", "next-step")) == "next-step"
     lazy = _choice("--lru", lru, ("exact", "lazy")) == "lazy"
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise MisuseError("--plot", "no matplotlib", "matplotlib installed", "pip install matplotlib, or leave it out")
-    loaded = [load_trace(path) for path in traces]
+        raise MisuseError("--plot", "no matplotlib", "the extra bench", "pip install 'strataflux[bench]'")
+    loaded = [trace for path in traces for trace in load_traces(path)]
     names = [trace.name for trace in loaded]
     if len(set(names)) < len(names):
         raise MisuseError("TRACE", f"files named {', '.join(names)}", "a name of its own each", "rename one")

@@ -88,3 +88,18 @@ def test_scores_are_quantized_as_requests_carry_them() -> None:
     scores = np.array([[0.0, 2.0**-12, 1.0, 2.0**9]], np.float32)
     assert quantize_scores(scores, (1, 4)).tolist() == [[1, 1, 193, 255]]
     assert quantize_scores(None, (1, 2)).tolist() == [[0, 0]]
+
+
+def test_a_step_may_ask_for_less() -> None:
+    """-1 is no request: the same stream without it gives the same hits."""
+    holes = np.array([[0, -1, 1], [-1, -1, 0], [1, 2, -1], [0, 1, 2]], np.int64)
+    scores = np.where(holes < 0, 9, 1).astype(np.float32)  # of what is not asked for, a score means nothing
+    trace = Trace("made", holes, 3, scores)
+    flat = one_a_step([key for key in holes.ravel().tolist() if key >= 0], 3)
+    assert trace.requests == 8
+    for slots in (1, 2):
+        assert optimum(trace, slots) == optimum(flat, slots)
+        assert lru_lazy(trace, slots) == lru_lazy(flat, slots)
+        for policy in policies.POLICIES.values():
+            assert 0 <= run(policy, trace, slots, next_step=True).hit_rate <= 1
+        assert run(policies.POLICIES["lru"], trace, slots) == run(policies.POLICIES["lru"], flat, slots)
