@@ -25,7 +25,7 @@ class CachePolicyError(ValueError):
 
 
 class MissPolicyError(CachePolicyError):
-    """The text of a miss policy is neither ``skip`` nor ``wait:MS``."""
+    """The text of a miss policy is neither ``skip``, ``wait:MS`` nor ``budget:P%``."""
 
 
 class SlotTooLargeError(CachePolicyError):

@@ -37,6 +37,7 @@ from strataflux.proto.atomics import (
     load_acquire_u32,
     load_acquire_u64,
     load_u32,
+    load_u64,
     store_release_u32,
     store_u32,
     store_u64,
@@ -92,6 +93,7 @@ __all__ = [
     "fills_address",
     "fills_count",
     "is_fenced",
+    "load_prefetches",
     "make_block",
     "put_result",
     "puts_done",
@@ -158,6 +160,9 @@ _AWAITING_AT: Final = layout.offset_of(layout.SESSION_PAGE, "awaiting")
 _PUT_TAIL_AT: Final = layout.offset_of(layout.SESSION_PAGE, "put_tail")
 _PUTS_DONE_AT: Final = layout.offset_of(layout.SESSION_VIEW, "puts_done")
 _RESULTS_AT: Final = layout.offset_of(layout.SESSION_VIEW, "put_results")
+_PREFETCHES_AT: Final = tuple(
+    layout.offset_of(layout.SESSION_VIEW, f"prefetch_{name}") for name in ("fills", "used", "unused", "dropped")
+)
 _PUT_LOG2 = np.uint64((2 * layout.STAGING_BLOCKS).bit_length() - 1)
 
 _STEP_MASK = np.uint64(0xFFFFFFFF)
@@ -248,6 +253,16 @@ def end_step(block: Block) -> bool:
 def is_fenced(block: Block) -> bool:
     """The daemon took this session's slots away. After a hang-up without it they stay as they are: it died."""
     return bool(load_u32(block[VIEW] + np.uint64(_FENCED_AT)) != np.uint32(0))
+
+
+@compiled
+def load_prefetches(block: Block, counts: NDArray[np.uint64]) -> None:
+    """What became of this attachment's prefetches, into ``counts`` [4, 2]: fills, used, unused and dropped, of weights
+    and of KV. The daemon's word; each number is of some moment.
+    """
+    for i in range(4):
+        for kind in range(2):
+            counts[i, kind] = load_u64(block[VIEW] + np.uint64(_PREFETCHES_AT[i] + 8 * kind))
 
 
 @compiled

@@ -35,6 +35,7 @@ __all__ = [
     "FAULT_SIZES",
     "FAULT_TABLE",
     "absent_count",
+    "ask_ahead",
     "look_up",
     "raise_fault",
 ]
@@ -179,6 +180,40 @@ def _request(
         else:
             block[ab.DROPPED] += _ONE
     block[ab.TAIL] = tail
+
+
+@compiled
+def ask_ahead(block: Block, table: int, oids: NDArray[np.int64], scores: NDArray[np.uint8], most: int) -> int:
+    """Ask for records before they are looked up, inside a step: no look-ups, so nothing is counted or stamped.
+
+    Args:
+        block: of the attachment.
+        table: table number.
+        oids: [n], those that matter most first.
+        scores: u8 [n], how much each is likely to matter (0 = unknown).
+        most: how many may be asked for; what is there already is not asked for.
+
+    Returns:
+        How many were, or a negative fault, see :func:`raise_fault`. They take at most the first half of the request
+        ring: the other is for what is missed.
+    """
+    fault = _check(block, table, oids, scores.size, oids.size)
+    if fault < 0 or block[ab.ENABLED] == _ZERO:
+        return min(fault, 0)
+    directory = block[ab.TABLES + ab.TABLE_CELLS * table]
+    log2, cells, first = block[ab.RING_LOG2], block[ab.RING], block[ab.TAIL]
+    mask = (_ONE << log2) - _ONE
+    tail, limit = first, min(block[ab.LIMIT] - ((mask + _ONE) >> _ONE), first + np.uint64(most))
+    for i in range(oids.size):
+        oid = np.uint64(oids[i])
+        if tail < limit and load_u32(directory + oid * np.uint64(4)) == np.uint32(layout.ENTRY_ABSENT):
+            payload = ring.request_payload(np.uint64(scores[i]), np.uint64(table), oid | np.uint64(layout.PREFETCH))
+            lap = ring.lap_of(tail, log2) << np.uint64(layout.LAP_SHIFT)
+            # SYNC: ring-entry (publish). Plain 8-byte store: a request announces no bytes, only itself.
+            store_u64(cells + (tail & mask) * np.uint64(8), lap | payload)
+            tail += _ONE
+    block[ab.TAIL] = tail
+    return np.int64(tail - first)  # type: ignore[return-value]
 
 
 @compiled

@@ -75,7 +75,7 @@ class StrataFluxLM(TemplateLM):
             prepared: the folder that ``strataflux prepare`` wrote.
             runtime_dir: where the daemon's sockets are; None looks in the usual places.
             k: refined channels per 1,024; None takes the prepared model's.
-            miss: what to do about absent records, ``skip`` or ``wait:MS``.
+            miss: what to do about absent records, ``skip``, ``wait:MS`` or ``budget:P%``.
             kv: bits of cached keys and values, such as ``2/2``, or ``off``.
             refine_kv: bits that refine those.
             max_length: tokens of a sequence; None: 2,048, or what the model has if that is less.

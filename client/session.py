@@ -15,7 +15,6 @@ Threads: steps and look-ups belong to one thread at a time; ``stats`` and ``stat
 is called from the keeper's thread.
 """
 
-import contextlib
 import os
 import threading
 import time
@@ -28,13 +27,16 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from strataflux.cache_policy.miss import MissPolicy, Skip, Wait
-from strataflux.client import attach_block, directory, futex
+from strataflux.cache_policy.miss import Budget, MissPolicy, Skip, Wait
+from strataflux.client import attach_block, directory
 from strataflux.client.attach import Attachment, AttachRequest
 from strataflux.client.errors import MisuseError
 from strataflux.client.keeper import Event, Keeper, attach_patiently
 from strataflux.client.kv_puts import KvPuts
+from strataflux.client.prefetches import Prefetches
 from strataflux.client.session_stats import SessionStats, counts_of, make_stats
+from strataflux.client.step import Step
+from strataflux.client.waiting import Allowance, count_wait, sleep_until_filled
 from strataflux.client.warm_up import compile_path
 from strataflux.proto import layout
 from strataflux.proto.messages import KvGeometry, Message, StoreRef
@@ -46,7 +48,6 @@ __all__ = [
     "DETACHED",
     "REATTACHING",
     "Session",
-    "Step",
 ]
 
 _NAP_NANOSECONDS: Final = 50_000_000
@@ -59,33 +60,6 @@ _Addresses = NDArray[np.uint64]
 ATTACHED: Final = "attached"
 DETACHED: Final = "detached"
 REATTACHING: Final = "reattaching"
-
-
-class Step:
-    """One step: ``with session.step() as step``. Addresses found in it are void after it."""
-
-    __slots__ = ("_session", "_valid")
-
-    def __init__(self, session: "Session") -> None:
-        self._session = session
-        self._valid: bool | None = None
-
-    def __enter__(self) -> Self:
-        self._session._begin()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end()
-
-    def end(self) -> bool:
-        """End the step now. False: what was read in it may be wrong, run it again without refinement. Never raises;
-        later calls give the same answer.
-        """
-        if self._valid is None:
-            self._valid = self._session._end()
-        return self._valid
 
 
 class Session:
@@ -115,6 +89,8 @@ class Session:
         # the stepping thread
         self._block = self._attachment.block
         self._valid = True
+        self._allowance = Allowance(miss.share) if isinstance(miss, Budget) else None
+        self._prefetches = Prefetches()
         self.kv = KvPuts.of(request, self._lock, lambda: self._attachment)
         """Block ids and puts; None without KV."""
         self._keeper = Keeper(request, self._attachment, self, on_event, pause)
@@ -165,7 +141,7 @@ class Session:
         Raises:
             MisuseError: on entering: another step is open, or the session is closed or belongs to another process.
         """
-        return Step(self)
+        return Step(self._begin, self._end)
 
     def lookup(self, table: int, oids: _Ids, scores: _Scores, addresses: _Addresses) -> int:
         """Find records, by the session's miss policy; inside a step only.
@@ -184,7 +160,7 @@ class Session:
             MisuseError: outside a step, a table or record that is not there, arrays of different lengths.
         """
         hits = self._look_up(table, oids, scores, addresses, again=False)
-        return self._wait(table, oids, scores, addresses, hits, self._deadline_seconds)
+        return self._obey(table, oids, scores, addresses, hits)
 
     def lookup_waiting(
         self, table: int, oids: _Ids, scores: _Scores, addresses: _Addresses, deadline_seconds: float
@@ -208,7 +184,28 @@ class Session:
         there when it was asked for stays counted as a miss; what is absent still is asked for, and counted, again.
         """
         present = self._look_up(table, oids, scores, addresses, again=True)
-        return self._wait(table, oids, scores, addresses, present, self._deadline_seconds)
+        return self._obey(table, oids, scores, addresses, present)
+
+    def prefetch(self, table: int, oids: _Ids, scores: _Scores, most: int) -> int:
+        """Ask for records that will probably be looked up soon; inside a step only. The daemon serves misses first.
+
+        Args:
+            table: number of the store in ``stores``.
+            oids: int64 [n] record numbers, those that matter most first.
+            scores: u8 [n], how much each is likely to matter (0 = unknown).
+            most: how many may be asked for; those that are there already do not count.
+
+        Returns:
+            How many were asked for.
+
+        Raises:
+            MisuseError: as :meth:`lookup`.
+        """
+        self._require_step()
+        asked = self._prefetches.ask(self._block, table, oids, scores, most)
+        if asked < 0:
+            directory.raise_fault(asked, self._block, table, oids)
+        return asked
 
     def absent(self, table: int, oids: NDArray[np.int64]) -> int:
         """How many of ``oids`` (int64 [n], bounded by the caller) are not resident but may come. Asks for nothing;
@@ -225,7 +222,7 @@ class Session:
         """Counts and state now."""
         with self._lock:
             counts = self._totals + counts_of(self._attachment.block)
-            return make_stats(counts, self._state, self._attachment.welcome)
+            return make_stats(counts, self._state, self._attachment.welcome, self._prefetches)
 
     def close(self) -> None:
         """Leave the daemon and drop all maps. Idempotent.
@@ -258,6 +255,8 @@ class Session:
             self._inside = True
         self._valid = True
         self._open_step()
+        if self._allowance is not None:
+            self._allowance.begin_step()
 
     def _no_step(self) -> MisuseError:
         if self._inside:
@@ -278,18 +277,33 @@ class Session:
     def _end(self) -> bool:
         if not self._inside:  # closed in a forked child
             return False
+        if self._allowance is not None:
+            self._allowance.end_step()
         self._close_step()
         with self._lock:
+            self._prefetches.observe(self._block)
             self._inside = False
             self._run_queued()
         return self._valid
 
     def _look_up(self, table: int, oids: _Ids, scores: _Scores, addresses: _Addresses, *, again: bool) -> int:
-        if not self._inside:
-            raise MisuseError("look-up", "no open step", "one", "look up within `with session.step()`")
+        self._require_step()
         hits = directory.look_up(self._block, table, oids, scores, addresses, again)
         if hits < 0:
             directory.raise_fault(hits, self._block, table, oids)
+        return hits
+
+    def _require_step(self) -> None:
+        if not self._inside:
+            raise MisuseError("look-up", "no open step", "one", "look up within `with session.step()`")
+
+    def _obey(self, table: int, oids: _Ids, scores: _Scores, addresses: _Addresses, hits: int) -> int:
+        """Do about what is absent what the miss policy says; how many are present then."""
+        if self._allowance is None:
+            return self._wait(table, oids, scores, addresses, hits, self._deadline_seconds)
+        if hits < oids.size and self._filling():
+            doorbell = self._attachment.ring_doorbell
+            hits += self._allowance.wait(self._block, doorbell, table, oids, scores, addresses)
         return hits
 
     def _wait(self, table: int, oids: _Ids, scores: _Scores, addresses: _Addresses, hits: int, seconds: float) -> int:
@@ -306,9 +320,7 @@ class Session:
             if complete:
                 break
         if waited:
-            self._block[attach_block.WAITS] += np.uint64(1)
-            self._block[attach_block.WAIT_NANOSECONDS] += np.uint64(time.monotonic_ns() - started)
-            self._block[attach_block.DEADLINES_EXCEEDED] += np.uint64(late and hits < oids.size)
+            count_wait(self._block, time.monotonic_ns() - started, late=late and hits < oids.size)
         return hits
 
     def _filling(self) -> bool:
@@ -319,17 +331,7 @@ class Session:
         """End the step, sleep until nothing of ``oids`` is absent, for a nap at most, and begin another."""
         self._close_step()
         until = min(deadline, time.monotonic_ns() + _NAP_NANOSECONDS)
-        ticks = max((deadline - time.monotonic_ns()) // 1_000_000, 0) + 1
-        if attach_block.announce_wait(self._block, ticks):
-            self._attachment.ring_doorbell()
-        while True:
-            count = attach_block.fills_count(self._block)
-            left = until - time.monotonic_ns()
-            if left <= 0 or directory.absent_count(self._block, table, oids) == 0:
-                break
-            with contextlib.suppress(OSError):  # a machine without futex(2): the wait ends with look-ups
-                futex.wait(attach_block.fills_address(self._block), count, left)
-        attach_block.end_wait(self._block)
+        sleep_until_filled(self._block, self._attachment.ring_doorbell, table, oids, until, deadline)
         with self._lock:
             self._run_queued()
         self._open_step()
@@ -366,6 +368,7 @@ class Session:
     def _change_over(self, attachment: Attachment) -> None:
         old, self._attachment = self._attachment, attachment
         self._totals += counts_of(old.block)
+        self._prefetches.change_over()
         self._state = REATTACHING if attachment.ended else ATTACHED  # it may be over before this step was
         old.close()
         if self.kv is not None:

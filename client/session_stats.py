@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strataflux.client import attach_block
+from strataflux.client.prefetches import PrefetchCounts, Prefetches
 from strataflux.proto import layout
 from strataflux.proto.messages import Welcome
 
@@ -23,6 +24,7 @@ class SessionStats:
     ``hits`` are records present when asked for; ``dropped`` are requests lost to a full ring or made after a fence;
     ``rubbish`` are directory entries that named no mapped slot. ``lookups`` and ``hits`` are of weights and KV
     together; ``kv_lookups`` and ``kv_hits`` of KV alone. ``puts_dropped`` are KV blocks that stay unrefined.
+    Prefetches are no look-ups.
     """
 
     lookups: int
@@ -36,6 +38,8 @@ class SessionStats:
     kv_lookups: int
     kv_hits: int
     puts_dropped: int
+    weight_prefetches: PrefetchCounts
+    kv_prefetches: PrefetchCounts
     state: str
     generation: int
     engine: str
@@ -49,8 +53,8 @@ def counts_of(block: attach_block.Block) -> NDArray[np.uint64]:
     return np.append(counters, block[attach_block.RUBBISH])
 
 
-def make_stats(counts: NDArray[np.uint64], state: str, welcome: Welcome) -> SessionStats:
-    """Name the sums of :func:`counts_of`."""
+def make_stats(counts: NDArray[np.uint64], state: str, welcome: Welcome, prefetches: Prefetches) -> SessionStats:
+    """Name the sums of :func:`counts_of`; ``prefetches`` are the session's."""
     by_name = dict(zip((*layout.COUNTERS, "rubbish"), map(int, counts), strict=True))
     return SessionStats(
         lookups=by_name["weight_lookups"] + by_name["kv_lookups"],
@@ -64,6 +68,8 @@ def make_stats(counts: NDArray[np.uint64], state: str, welcome: Welcome) -> Sess
         kv_lookups=by_name["kv_lookups"],
         kv_hits=by_name["kv_hits"],
         puts_dropped=by_name["puts_dropped"],
+        weight_prefetches=prefetches.counts(kv=False),
+        kv_prefetches=prefetches.counts(kv=True),
         state=state,
         generation=welcome.generation,
         engine=welcome.engine,

@@ -28,7 +28,7 @@ __all__ = [
 
 _UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE: Final = re.compile(r"(\d{1,15}) ?(B|KiB|MiB|GiB|TiB)?")
-_MISS_REMEDY: Final = "write --miss skip, or --miss wait:20 to wait 20 ms at most"
+_MISS_REMEDY: Final = "write --miss skip, --miss wait:20 to wait 20 ms at most, or --miss budget:3%"
 _SHARE: Final = re.compile(r"(\d{1,3}(?:\.\d+)?) ?%")
 
 PreparedArgument = Annotated[
@@ -39,7 +39,7 @@ ChannelsOption = Annotated[
     int | None,
     typer.Option("--k", min=0, max=1024, help="Refined channels per 1,024.", show_default="the prepared model's"),
 ]
-MissOption = Annotated[str, typer.Option("--miss", help="What is not in the cache: skip, or wait:MILLISECONDS.")]
+MissOption = Annotated[str, typer.Option("--miss", help="What is not in the cache: skip, wait:MILLISECONDS, or budget:PERCENT% of a step.")]
 RuntimeDirOption = Annotated[
     Path | None, typer.Option("--runtime-dir", help="Folder of a running daemon.", show_default=False)
 ]
@@ -70,12 +70,13 @@ def parse_miss(text: str) -> MissPolicy:
     """``--miss``.
 
     Raises:
-        MisuseError: it is neither ``skip`` nor ``wait:MS`` within bounds.
+        MisuseError: it is neither ``skip``, ``wait:MS`` nor ``budget:P%`` within bounds.
     """
     try:
         return parse_miss_policy(text)
     except MissPolicyError as error:
-        raise MisuseError("--miss", repr(text), "skip, or wait:MS with 0 < MS <= 60000", _MISS_REMEDY) from error
+        expected = "skip, wait:MS with 0 < MS <= 60000, or budget:P% with 0 < P <= 100"
+        raise MisuseError("--miss", repr(text), expected, _MISS_REMEDY) from error
 
 
 def refined_by(manifest: "Manifest", k: int | None) -> dict[str, object]:

@@ -159,7 +159,8 @@ def attach(
         prepared: the folder that ``strataflux prepare`` wrote.
         runtime_dir: where the daemon's sockets are; None looks in the usual places.
         k: refined channels per 1,024; None takes the prepared model's.
-        miss: what to do about records that are not in the daemon's cache: ``skip``, ``wait`` or ``wait:MS``.
+        miss: what to do about records that are not in the daemon's cache: ``skip``, ``wait``,
+            ``wait:MS`` or ``budget:P%``.
         kv: bits of cached keys and values, such as ``2/2``; None keeps them exact.
         refine_kv: bits that refine those; ``0/0``: none.
         context: tokens of a low-bit sequence; None: 4,096, or what the model has if that is less.

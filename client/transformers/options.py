@@ -67,4 +67,5 @@ def _miss(miss: str | MissPolicy) -> MissPolicy:
     try:
         return parse_miss_policy(miss)
     except MissPolicyError as error:
-        raise MisuseError("miss", repr(miss), "skip, wait, or wait:MS with 0 < MS <= 60000", str(error)) from error
+        expected = "skip, wait, wait:MS with 0 < MS <= 60000, or budget:P% with 0 < P <= 100"
+        raise MisuseError("miss", repr(miss), expected, str(error)) from error

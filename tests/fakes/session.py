@@ -54,6 +54,7 @@ class Request:
     table: int
     oid: int
     score: int
+    prefetch: bool = False
 
 
 @dataclass

@@ -105,7 +105,7 @@ def low_bit(context: int | None) -> AttachOptions:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"miss": "hope"}, "miss: found 'hope'; expected skip, wait, or wait:MS"),
+        ({"miss": "hope"}, "miss: found 'hope'; expected skip, wait, wait:MS"),
         ({"kv": "9/2"}, "--kv: found '9/2'"),
         ({"context": 0, "kv": "2/2"}, "context: found 0; expected at least 1"),
         ({"context": 5000, "kv": "2/2"}, "context: found 5000 tokens; expected at most 1024"),
