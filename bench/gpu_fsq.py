@@ -1,0 +1,285 @@
+"""Attention to discrete codes on a Hopper GPU: right against float64, and how fast beside torch's in BF16.
+
+    PYTHONSAFEPATH=1 PYTHONPATH=.importroot python3 bench/gpu_fsq.py --out rows.json
+
+Times are medians of replays of a CUDA graph that goes through several layers, all of them different, so that nothing
+is read twice from a cache. Keys and values in BF16 take 4,096 bytes a token and layer: 8 KV heads of 128 channels, keys
+normed; a ratio is 4,096 over the bytes of a code. Codes, decoders and queries are random. No row stands for anything
+but the kernels it names: where one cannot run, its row says why. Sections can be chosen with ``--only``.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+sys.path.append(str(HERE.parent))  # last: folders there are named like packages
+from gpu_kernels import environment
+from gpu_timing import Rows, relative_error
+
+from strataflux.client.bench.replays import microseconds
+from strataflux.kernels.fsq import FsqGrid
+from strataflux.kernels.gpu.fsq_attend import (
+    compile_fsq,
+    fsq_attend,
+    fsq_mix,
+    fsq_scores,
+    mix_instance,
+    scores_instance,
+    teams_of,
+)
+from strataflux.kernels.gpu.fsq_decoder import FsqDecoder, RebuildKind
+from strataflux.kernels.gpu.fsq_merge import fsq_merge
+from strataflux.kernels.gpu.fsq_work import FsqWork
+from tests.fakes.fsq_device import make_fsq_case, random_heads
+
+CUDA: Final = torch.device("cuda")
+KV_HEADS: Final = 8
+FULL: Final = 4 * KV_HEADS * 128
+RATIOS: Final = (8, 12, 16, 28, 32, 51, 97.5)
+KINDS: Final[tuple[RebuildKind, ...]] = ("half", "int8", "fp8")
+SHAPES: Final = ((1, 131072), (16, 32768))
+WIDTHS, LENGTHS, GROUPS = (20, 84, 256, 682, 1024), (1, 63, 64, 65, 4097), (1, 2, 4)
+
+
+class Plan(NamedTuple):
+    """How a ratio's kernels are launched; None: the default."""
+
+    teams: int | None = None
+    score_splits: int | None = None
+    mix_splits: int | None = None
+
+
+class Layers:
+    """Several layers' codes and decoders of one width."""
+
+    def __init__(self, nbytes: int, kind: RebuildKind, batch: int, tokens: int, group: int) -> None:
+        blocks = tokens // 64
+        self.count = max(2, min(16, (160 << 20) // (batch * tokens * nbytes)))
+        grid = FsqGrid.uniform(2 * nbytes, 16)
+        heads = [
+            random_heads(grid, KV_HEADS, 128, True, torch.device("cpu"), seed) for seed in range(min(4, self.count))
+        ]
+        self.decoders = [FsqDecoder(one, blocks, CUDA, kind) for one in heads]
+        self.codes = torch.randint(256, (self.count, batch, blocks, 64 * nbytes), dtype=torch.uint8, device=CUDA)
+        self.lengths = torch.full((batch,), tokens, dtype=torch.int32, device=CUDA)
+        self.queries = torch.randn(batch, KV_HEADS * group, 128, device=CUDA).half()
+        self.out = torch.empty_like(self.queries)
+        self.shape = (batch, KV_HEADS * group, nbytes, blocks)
+
+    def work(self, plan: Plan) -> FsqWork:
+        """Work memory for a plan."""
+        return FsqWork(*self.shape, CUDA, score_splits=plan.score_splits, mix_splits=plan.mix_splits)
+
+    def each(self, body: Callable[[Tensor, FsqDecoder], None]) -> float:
+        """Microseconds a layer."""
+        pairs = [(self.codes[i], self.decoders[i % len(self.decoders)]) for i in range(self.count)]
+        return microseconds(lambda: [body(*pair) for pair in pairs], replays=9) / self.count
+
+    def times(self, plan: Plan) -> dict[str, float]:
+        """Of the whole, and of its three parts alone."""
+        work, teams = self.work(plan), plan.teams or teams_of(self.decoders[0])
+
+        def whole(codes: Tensor, decoder: FsqDecoder) -> None:
+            fsq_attend(self.queries, codes, self.lengths, decoder, work, teams=teams)
+            fsq_merge(work, decoder, self.out)
+
+        return {
+            "whole": self.each(whole),
+            "scores": self.each(lambda codes, d: fsq_scores(self.queries, codes, self.lengths, d, work, teams)),
+            "mix": self.each(lambda codes, _: fsq_mix(codes, self.lengths, work)),
+            "merge": self.each(lambda _, d: fsq_merge(work, d, self.out)),
+        }
+
+
+def bytes_of(ratio: float) -> int:
+    """Bytes of a code at a ratio (fsq sizing: floor first)."""
+    return int(FULL / ratio)
+
+
+# --- right ------------------------------------------------------------------------------------------------------------
+
+
+def build(rows: Rows, groups: tuple[int, ...]) -> None:
+    """Compile what other sections run, many at a time."""
+    names, cpu = set(), torch.device("cpu")
+    for nbytes in {width // 2 for width in WIDTHS} | {bytes_of(ratio) for ratio in RATIOS}:
+        heads = random_heads(FsqGrid.uniform(2 * nbytes, 16), 1, 128, True, cpu)
+        for kind in KINDS:
+            for group in groups:
+                work = FsqWork(1, group, nbytes, 1, cpu)
+                decoder = FsqDecoder(heads, 1, cpu, kind)
+                names.add(mix_instance(work))
+                try:
+                    most = teams_of(decoder)
+                except ValueError:
+                    continue
+                names |= {scores_instance(decoder, work, teams) for teams in range(max(1, most - 1), most + 1)}
+    with ThreadPoolExecutor(15) as pool:
+        list(pool.map(compile_fsq, sorted(names)))
+    rows.add("build", "compiled", instances=len(names))
+
+
+def correct(rows: Rows) -> None:
+    """All widths, lengths and groups; each launch must also repeat itself to the bit."""
+    for kind in KINDS:
+        for width in WIDTHS:
+            errors, equal = {}, True
+            try:
+                for group in GROUPS:
+                    case = make_fsq_case(FsqGrid.uniform(width, 16), LENGTHS, KV_HEADS, group, 128, True, CUDA)
+                    decoder = FsqDecoder(case.heads, case.codes.shape[1], CUDA, kind)
+                    work = FsqWork(len(LENGTHS), KV_HEADS * group, width // 2, case.codes.shape[1], CUDA)
+                    outs = [torch.full(case.queries.shape, torch.nan, device=CUDA) for _ in range(3)]
+                    for out in outs:
+                        fsq_attend(case.queries, case.codes, case.lengths, decoder, work)
+                        fsq_merge(work, decoder, out)
+                    exactly = case.exactly()
+                    errors |= {
+                        f"{group}×{n}": relative_error(a, b) for n, a, b in zip(LENGTHS, outs[0], exactly, strict=True)
+                    }
+                    equal = equal and all(torch.equal(outs[0], out) for out in outs)
+            except ValueError as error:
+                rows.add("correct", f"{kind} {width}", refused=str(error))
+                continue
+            rows.add("correct", f"{kind} {width}", worst=max(errors.values()), equal=equal, errors=errors)
+
+
+def splits(rows: Rows) -> None:
+    """Any number of splits gives the same but for rounding."""
+    case = make_fsq_case(FsqGrid.uniform(256, 16), (4097, 700), KV_HEADS, 2, 128, True, CUDA)
+    decoder = FsqDecoder(case.heads, case.codes.shape[1], CUDA, "half")
+    outs = []
+    for count in range(1, 17):
+        blocks = case.codes.shape[1]
+        work = FsqWork(2, 2 * KV_HEADS, 128, blocks, CUDA, score_splits=count, mix_splits=count)
+        outs.append(torch.empty(case.queries.shape, device=CUDA))
+        fsq_attend(case.queries, case.codes, case.lengths, decoder, work)
+        fsq_merge(work, decoder, outs[-1])
+    rows.add("splits", "1 to 16", apart=max(relative_error(out, outs[0]) for out in outs),
+             error=relative_error(outs[0], case.exactly()))  # fmt: skip
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+def baselines(rows: Rows, best: dict[tuple[int, int, int], float], groups: tuple[int, ...]) -> None:
+    """Every way torch has to attend with BF16 keys and values, one token a sequence."""
+    for batch, tokens in SHAPES:
+        for group in groups:
+            q = torch.randn(batch, KV_HEADS * group, 1, 128, device=CUDA, dtype=torch.bfloat16)
+            caches = [torch.randn(2, batch, KV_HEADS, tokens, 128, device=CUDA, dtype=torch.bfloat16) for _ in range(2)]
+            times: dict[str, Any] = {}
+            for name, call in ways(q, group).items():
+                try:
+                    times[name] = microseconds(lambda c=call: [c(k, v) for k, v in caches], replays=5) / 2  # type: ignore[misc]
+                except Exception as error:  # a way that this torch does not have is told, too
+                    times[name] = repr(error)[:100]
+            best[batch, tokens, group] = min(t for t in times.values() if isinstance(t, float))
+            fastest = best[batch, tokens, group]
+            rows.add("baseline", f"BF16 {batch} × {tokens}, group {group}", best=fastest, microseconds=times,
+                     terabytes_per_second=batch * tokens * FULL / fastest / 1e6)  # fmt: skip
+
+
+def ways(q: Tensor, group: int) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Attention of one token's queries, by each of torch's ways."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+    grouped = q.view(q.shape[0], KV_HEADS, group, 128)  # heads that share keys as positions of one head
+
+    def sdpa(backend: Any, queries: Tensor, gqa: bool) -> Callable[[Tensor, Tensor], Tensor]:
+        def call(k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return attention(queries, k, v, enable_gqa=gqa)
+
+        return call
+
+    found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "native, gqa": lambda k, v: attention(q, k, v, enable_gqa=True)
+    }
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        name = str(backend).rsplit(".", 1)[-1].lower()
+        found[f"{name}, gqa"] = sdpa(backend, q, True)
+        found[f"{name}, heads as positions"] = sdpa(backend, grouped, False)
+    return found
+
+
+def speed(rows: Rows, best: dict[tuple[int, int, int], float], groups: tuple[int, ...], plans: list[Plan]) -> None:
+    """Each ratio by each kind, every plan; the fastest plan is the row's."""
+    for batch, tokens in SHAPES:
+        for group in groups:
+            for ratio in RATIOS:
+                for kind in KINDS:
+                    try:
+                        rows.add("speed", f"{ratio} ×, {kind}, {batch} × {tokens}, group {group}",
+                                 **_speed(bytes_of(ratio), kind, batch, tokens, group, plans, best))  # fmt: skip
+                    except ValueError as error:
+                        rows.add("speed", f"{ratio} ×, {kind}, {batch} × {tokens}", refused=str(error))
+
+
+def _speed(
+    nbytes: int, kind: RebuildKind, batch: int, tokens: int, group: int, plans: list[Plan],
+    best: dict[tuple[int, int, int], float],
+) -> dict[str, Any]:  # fmt: skip
+    layers = Layers(nbytes, kind, batch, tokens, group)
+    most = teams_of(layers.decoders[0])
+    tried = {plan: layers.times(plan) for plan in plans if (plan.teams or 1) <= most}
+    plan = min(tried, key=lambda p: tried[p]["whole"])
+    took = tried[plan]
+    work, flops = layers.work(plan), 2 * 2 * nbytes * KV_HEADS * 128 * batch * tokens
+    return {
+        "microseconds": took, "plan": plan._asdict(), "bytes": nbytes * batch * tokens,
+        "times_sdpa": best.get((batch, tokens, group), 0.0) / took["whole"],
+        "rebuild_teraflops": flops / took["scores"] / 1e6,
+        "code_terabytes_per_second": nbytes * batch * tokens / took["whole"] / 1e6,
+        "ran": [scores_instance(layers.decoders[0], work, plan.teams or most), mix_instance(work)],
+        "plans": {str(tuple(p)): {k: round(v, 1) for k, v in t.items()} for p, t in tried.items()},
+    }  # fmt: skip
+
+
+def ceilings(rows: Rows) -> None:
+    """What products of matrices get here."""
+    m, n = (torch.randn(8192, 8192, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    took = microseconds(lambda: torch.matmul(m, n), replays=5)
+    rows.add("ceiling", "bf16 matrix product", teraflops=2 * 8192**3 / took / 1e6)
+
+
+def main() -> None:
+    """Run every section within the time given."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--groups", nargs="*", type=int, default=[2])
+    parser.add_argument("--plans", nargs="*", default=["-,-,-"], help="teams,score splits,mix splits; - is the default")
+    options = parser.parse_args()
+    rows, groups = Rows(options.out, options.seconds), tuple(options.groups)
+    plans = [Plan(*(None if part == "-" else int(part) for part in plan.split(","))) for plan in options.plans]
+    torch.manual_seed(0)
+    torch.zeros(1, device="cuda")
+    best: dict[tuple[int, int, int], float] = {}
+    sections: dict[str, Callable[[], None]] = {
+        "environment": lambda: environment(rows),
+        "build": lambda: build(rows, tuple(sorted({*groups, *GROUPS}))),
+        "baseline": lambda: baselines(rows, best, groups),
+        "speed": lambda: speed(rows, best, groups, plans),
+        "correct": lambda: correct(rows),
+        "splits": lambda: splits(rows),
+        "ceilings": lambda: ceilings(rows),
+    }
+    for name, body in sections.items():
+        if not options.only or name in options.only:
+            rows.run(name, body)
+    rows.add("end", "all sections")
+
+
+if __name__ == "__main__":
+    main()

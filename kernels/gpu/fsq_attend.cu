@@ -1,0 +1,308 @@
+// Attention of new tokens to discrete codes of 4 bits a coordinate; fsq_attend.py gives the formulas and every operand.
+//
+// fsq_scores: a block rebuilds the keys of one KV head. The head's decoder stays in shared memory; codes come in blocks
+// of 64 tokens, one a warpgroup, and become the left side of products in registers. A thread has channels d and d + D/2
+// of two tokens next to each other, so that norm and rotation need no exchange but one sum of four lanes.
+// fsq_mix: softmax and sums of codes, of all heads at once, since they share the codes.
+
+#include "fsq_device.cuh"
+
+const float MAGIC = 12582912.0f;  // 1.5 · 2^23: a float whose bits plus a whole number are that float plus the number
+const u32 MAGIC_BITS = 0x4B400000u;
+
+template <Kind KIND> struct Sum { typedef float Type; };
+template <> struct Sum<INT8> { typedef u32 Type; };
+__device__ __forceinline__ float as_float(float x) { return x; }
+__device__ __forceinline__ float as_float(u32 x) { return __int_as_float((int)x); }
+
+// Byte 4c … 4c + 3 of what a token has of a chunk of LEFT < 16 bytes; zeros beyond.
+template <int LEFT>
+__device__ __forceinline__ u32 last_word(const u8* row, int c) {
+  u32 v = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (4 * c + i < LEFT) v |= (u32)row[4 * c + i] << (8 * i);
+  return v;
+}
+// Eight levels of a token, of the quarter c of a chunk of 16 bytes a token.
+template <int BYTES>
+__device__ __forceinline__ u32 code_word(const u8* block, int chunk, int token, int c) {
+  if (chunk < BYTES / 16) return *(const u32*)(block + chunk * 1024 + token * 16 + 4 * c);
+  return last_word<BYTES % 16>(block + BYTES / 16 * 1024 + token * (BYTES % 16), c);
+}
+
+template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, bool NORM>
+struct Scores {
+  typedef typename Sum<KIND>::Type Value;
+  static const int CHUNKS = (BYTES + 15) / 16, STEPS_A_CHUNK = KIND == HALF ? 2 : 1, STEPS = CHUNKS * STEPS_A_CHUNK;
+  static const int STEP_BYTES = D * 32, IMAGE = STEPS * STEP_BYTES, BLOCK = 64 * BYTES, PAIRS = D / 16;
+  static const int TURN = 4 * D, AT_CODES = IMAGE, AT_TURNS = AT_CODES + TEAMS * BLOCK, AT_AFFINE = AT_TURNS + TEAMS * 2 * TURN;
+  static const int AT_GAMMA = AT_AFFINE + 8 * D, AT_BARRIERS = AT_GAMMA + 2 * D, SHARED = AT_BARRIERS + 8 * (TEAMS + 1);
+
+  // A block's codes, and the turns of its first position, which are read longer: they have two places.
+  static __device__ __forceinline__ void fetch(u8* shared, int team, u32 place, const u8* codes, const float4* base, int tile) {
+    u64* barrier = (u64*)(shared + AT_BARRIERS) + team;
+    expect_bytes(barrier, BLOCK + TURN);
+    copy_bytes(shared + AT_CODES + team * BLOCK, codes + (u64)tile * BLOCK, BLOCK, barrier);
+    copy_bytes(shared + AT_TURNS + (2 * team + place) * TURN, base + (u64)tile * (D / 4), TURN, barrier);
+  }
+
+  // Left sides of `count` steps from `first` on. Two levels at a time become numbers by masks alone: q as a byte, or
+  // 1024 + q and 1024 + 16 q as a half; the decoder's image has what undoes that.
+  static __device__ __forceinline__ void unpack(u32 (&a)[4][4], const u8* codes, int first, int count, int token, int c) {
+#pragma unroll
+    for (int i = 0; i < 4; i += STEPS_A_CHUNK) {
+      if (i >= count) break;
+      const int chunk = (first + i) / STEPS_A_CHUNK;
+      u32 low = code_word<BYTES>(codes, chunk, token, c), high = code_word<BYTES>(codes, chunk, token + 8, c);
+      if constexpr (KIND == HALF) {
+#pragma unroll
+        for (int s = 0; s < 2; s++) {
+          a[i + s][0] = low & 0x000F000Fu | 0x64006400u, a[i + s][1] = high & 0x000F000Fu | 0x64006400u;
+          a[i + s][2] = low & 0x00F000F0u | 0x64006400u, a[i + s][3] = high & 0x00F000F0u | 0x64006400u;
+          low >>= 8, high >>= 8;
+        }
+      } else {
+        a[i][0] = low & 0x0F0F0F0Fu, a[i][1] = high & 0x0F0F0F0Fu;
+        a[i][2] = low >> 4 & 0x0F0F0F0Fu, a[i][3] = high >> 4 & 0x0F0F0F0Fu;
+      }
+    }
+  }
+
+  // Rows of a block of codes times the decoder: while four steps run, the next four are unpacked.
+  static __device__ __forceinline__ void rebuild(Value (&acc)[D / 2], const u8* codes, const u8* image, int token, int c) {
+    u32 a[2][4][4];
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) acc[i] = KIND == INT8 ? (Value)MAGIC_BITS : (Value)0;
+#pragma unroll
+    for (int first = 0; first < STEPS; first += 4) {
+      const int count = STEPS - first < 4 ? STEPS - first : 4, turn = first / 4 % 2;
+      unpack(a[turn], codes, first, count, token, c);
+      hold(acc);
+      begin_products();
+#pragma unroll
+      for (int i = 0; i < count; i++) product<KIND, D>(acc, a[turn][i], tile_at<D>(image + (first + i) * STEP_BYTES));
+      commit_products();
+      if (first + 4 < STEPS) finish_products<1>();
+    }
+    finish_products<0>();
+    hold(acc);
+  }
+
+  // Logits of this lane's two tokens (2c and 2c + 1 of the heads in found[0], found[1]; the second token's behind).
+  static __device__ __forceinline__ void score(
+      float (&found)[4], const Value (&acc)[D / 2], const float4* affine, const u32* gamma, const float4* turned,
+      const u32 (&cosine)[2][PAIRS], const u32 (&sine)[2][PAIRS], const u32 (&query)[2][PAIRS], float2 scalar, int c) {
+    float square[2] = {}, other[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; i++) found[i] = 0;
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+      const float4 first = affine[4 * j + c], second = affine[4 * (j + PAIRS) + c];
+      const float4 turn = turned[4 * j + c];  // cosine and sine of two channels at the block's first position
+      u32 a[4];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float x0 = as_float(acc[4 * j + 2 * r]) * first.x + first.y;
+        const float x1 = as_float(acc[4 * j + 2 * r + 1]) * first.z + first.w;
+        const float y0 = as_float(acc[4 * (j + PAIRS) + 2 * r]) * second.x + second.y;
+        const float y1 = as_float(acc[4 * (j + PAIRS) + 2 * r + 1]) * second.z + second.w;
+        u32 x = halves(x0, x1), y = halves(y0, y1);
+        if (NORM) {
+          square[r] += x0 * x0 + x1 * x1 + y0 * y0 + y1 * y1;
+          x = multiply_halves(x, gamma[4 * j + c]), y = multiply_halves(y, gamma[4 * (j + PAIRS) + c]);
+        }
+        a[r] = fma_halves(x, cosine[r][j], multiply_halves(y, sine[r][j] ^ 0x80008000u));
+        a[r + 2] = fma_halves(y, cosine[r][j], multiply_halves(x, sine[r][j]));
+      }
+      const float p0 = low_half(query[0][j]), p1 = high_half(query[0][j]);
+      const float q0 = low_half(query[1][j]), q1 = high_half(query[1][j]);
+      const u32 b0 = halves(p0 * turn.x + q0 * turn.y, p1 * turn.z + q1 * turn.w);
+      const u32 b1 = halves(q0 * turn.x - p0 * turn.y, q1 * turn.z - p1 * turn.w);
+      multiply(j % 2 ? other : found, a, b0, b1);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float scale = scalar.y;
+      if (NORM) {
+        square[r] += __shfl_xor_sync(EVERY, square[r], 1);
+        square[r] += __shfl_xor_sync(EVERY, square[r], 2);
+        scale *= rsqrtf(square[r] * (1.0f / D) + scalar.x);
+      }
+      found[2 * r] = (found[2 * r] + other[2 * r]) * scale;
+      found[2 * r + 1] = (found[2 * r + 1] + other[2 * r + 1]) * scale;
+    }
+  }
+};
+
+// Logits for powers of two, [batch, heads, blocks · 64]; those of tokens beyond a sequence's length mean nothing.
+template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, bool NORM>
+__global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
+    const u8* codes, const u8* images, const float4* affine, const u32* gamma, const float2* scalars, const float4* base,
+    const u32* inner, const u16* queries, const int* lengths, float* scores, int kv_heads, int splits, int blocks) {
+  typedef Scores<KIND, D, BYTES, GROUP, TEAMS, NORM> Of;
+  const int PAIRS = Of::PAIRS;
+#ifdef HOST_EMULATION
+  u8* shared = (u8*)block_memory;
+#else
+  extern __shared__ __align__(128) u8 shared[];
+#endif
+  const int head = blockIdx.x % kv_heads, split = blockIdx.x / kv_heads % splits, sequence = blockIdx.x / kv_heads / splits;
+  const int team = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  u64* barriers = (u64*)(shared + Of::AT_BARRIERS);
+  u8* own = shared + Of::AT_CODES + team * Of::BLOCK;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i <= TEAMS; i++) make_barrier(barriers + i);
+    announce_barriers();
+  }
+  for (int i = threadIdx.x; i < 2 * D; i += 128 * TEAMS)
+    ((float*)(shared + Of::AT_AFFINE))[i] = ((const float*)affine)[head * 2 * D + i];
+  for (int i = threadIdx.x; i < D / 2; i += 128 * TEAMS) ((u32*)(shared + Of::AT_GAMMA))[i] = gamma[i];
+  __syncthreads();
+
+  const int tiles = (lengths[sequence] + 63) / 64;
+  const int first = (int)((u64)tiles * split / splits), last = (int)((u64)tiles * (split + 1) / splits);
+  const u8* from = codes + (u64)sequence * blocks * Of::BLOCK;
+  if (threadIdx.x == 0) {
+    expect_bytes(barriers + TEAMS, Of::IMAGE);
+    for (int i = 0; i < Of::STEPS; i++)
+      copy_bytes(shared + i * Of::STEP_BYTES, images + (u64)head * Of::IMAGE + i * Of::STEP_BYTES, Of::STEP_BYTES, barriers + TEAMS);
+  }
+  if (threadIdx.x % 128 == 0 && first + team < last) Of::fetch(shared, team, 0, from, base, first + team);
+
+  const int token = 16 * warp + g;
+  u32 cosine[2][PAIRS], sine[2][PAIRS], query[2][PAIRS];
+#pragma unroll
+  for (int j = 0; j < PAIRS; j++) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      cosine[r][j] = inner[(token + 8 * r) * (D / 4) + 4 * j + c];
+      sine[r][j] = inner[(64 + token + 8 * r) * (D / 4) + 4 * j + c];
+      query[r][j] = g < GROUP ? ((const u32*)queries)[((sequence * kv_heads + head) * GROUP + g) * (D / 2) + 4 * (j + r * PAIRS) + c] : 0;
+    }
+  }
+  const float2 scalar = scalars[head];
+  wait_for_bytes(barriers + TEAMS, 0);
+
+  u32 parity = 0;
+  for (int tile = first + team; tile < last; tile += TEAMS, parity ^= 1) {
+    wait_for_bytes(barriers + team, parity);
+    typename Of::Value acc[D / 2];
+    Of::rebuild(acc, own, shared, token, c);
+    meet_group(team);  // all have read their codes
+    if (threadIdx.x % 128 == 0 && tile + TEAMS < last) Of::fetch(shared, team, parity ^ 1, from, base, tile + TEAMS);
+    float found[4];
+    Of::score(found, acc, (const float4*)(shared + Of::AT_AFFINE), (const u32*)(shared + Of::AT_GAMMA),
+              (const float4*)(shared + Of::AT_TURNS + (2 * team + parity) * Of::TURN), cosine, sine, query, scalar, c);
+    float* to = scores + ((u64)(sequence * kv_heads + head) * GROUP + 2 * c) * blocks * 64 + tile * 64 + token;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      if (2 * c + i < GROUP) to[(u64)i * blocks * 64] = found[i], to[(u64)i * blocks * 64 + 8] = found[2 + i];
+  }
+}
+
+// Centres plus a half, q - 8, of two tokens' levels number 0 … 3 of a word pair's halves.
+__device__ __forceinline__ u32 centres(u32 pair, int level) {
+  const u32 v = level & 2 ? pair >> 8 : pair;
+  return level & 1 ? fma_halves(v & 0x00F000F0u | 0x64006400u, 0x2C002C00u, 0xD480D480u)   // (1024 + 16 q) / 16 - 72
+                   : fma_halves(v & 0x000F000Fu | 0x64006400u, 0x3C003C00u, 0xE408E408u);  // 1024 + q - 1032
+}
+
+// Parts of all heads' sums: a warp has SPANS spans of 64 coordinates, of every TURNS-th block of the block's range.
+// parts [batch, heads, pieces, 64 · spans], tops and totals without the last; pieces = splits · TURNS.
+template <int BYTES, int SPANS, int TURNS>
+__global__ void __launch_bounds__(32 * ((BYTES + 31) / 32 + SPANS - 1) / SPANS * TURNS) fsq_mix(
+    const u8* codes, const float* scores, const int* lengths, float* parts, float* tops, float* totals, int heads,
+    int splits, int blocks) {
+  const int ALL = (BYTES + 31) / 32, LANES = (ALL + SPANS - 1) / SPANS, CHUNKS = (BYTES + 15) / 16, ROWS = 16;
+  const int rounds = (heads + ROWS - 1) / ROWS;
+  const int round = blockIdx.x % rounds, split = blockIdx.x / rounds % splits, sequence = blockIdx.x / rounds / splits;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  const int span = warp % LANES * SPANS, turn = warp / LANES;
+  const int length = lengths[sequence], tiles = (length + 63) / 64;
+  const int first = (int)((u64)tiles * split / splits), last = (int)((u64)tiles * (split + 1) / splits);
+  float sums[SPANS][8][4] = {}, most[2], total[2] = {};
+  most[0] = most[1] = -__int_as_float(0x7F800000);
+
+  for (int tile = first + turn; tile < last; tile += TURNS) {
+    const u8* block = codes + ((u64)sequence * blocks + tile) * (64 * BYTES);
+    float logits[4][2][4];  // step of 16 tokens, row, tokens 2c, 2c + 1, 2c + 8, 2c + 9
+    float new_most[2] = {most[0], most[1]};
+#pragma unroll
+    for (int s = 0; s < 4; s++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int head = ROWS * round + g + 8 * r;
+        const float* row = scores + ((u64)sequence * heads + (head < heads ? head : heads - 1)) * blocks * 64 + tile * 64;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const float2 two = *(const float2*)(row + 16 * s + 8 * i + 2 * c);
+          const int at = tile * 64 + 16 * s + 8 * i + 2 * c;
+          logits[s][r][2 * i] = at < length ? two.x : -__int_as_float(0x7F800000);
+          logits[s][r][2 * i + 1] = at + 1 < length ? two.y : -__int_as_float(0x7F800000);
+          new_most[r] = fmaxf(new_most[r], fmaxf(logits[s][r][2 * i], logits[s][r][2 * i + 1]));
+        }
+      }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      new_most[r] = fmaxf(new_most[r], __shfl_xor_sync(EVERY, new_most[r], 1));
+      new_most[r] = fmaxf(new_most[r], __shfl_xor_sync(EVERY, new_most[r], 2));
+      const float keep = power(most[r] - new_most[r]);
+      most[r] = new_most[r], total[r] *= keep;
+#pragma unroll
+      for (int u = 0; u < SPANS; u++)
+#pragma unroll
+        for (int j = 0; j < 8; j++) sums[u][j][2 * r] *= keep, sums[u][j][2 * r + 1] *= keep;
+    }
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      u32 a[4];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float p[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[i] = power(logits[s][r][i] - most[r]), total[r] += p[i];
+        a[r] = halves(p[0], p[1]), a[2 + r] = halves(p[2], p[3]);
+      }
+#pragma unroll
+      for (int u = 0; u < SPANS; u++) {
+        const int chunk = 2 * (span + u) + g / 4;
+        u32 words[4] = {};
+        if (chunk < CHUNKS)
+#pragma unroll
+          for (int i = 0; i < 4; i++) words[i] = code_word<BYTES>(block, chunk, 16 * s + 2 * c + (i & 1) + 4 * (i & 2), g % 4);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const u32 near = __byte_perm(words[0], words[1], half ? 0x7632 : 0x5410);
+          const u32 far = __byte_perm(words[2], words[3], half ? 0x7632 : 0x5410);
+#pragma unroll
+          for (int j = 0; j < 4; j++) multiply(sums[u][4 * half + j], a, centres(near, j), centres(far, j));
+        }
+      }
+    }
+  }
+
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    total[r] += __shfl_xor_sync(EVERY, total[r], 1);
+    total[r] += __shfl_xor_sync(EVERY, total[r], 2);
+    const int head = ROWS * round + g + 8 * r;
+    if (head >= heads) continue;
+    const u64 piece = ((u64)sequence * heads + head) * splits * TURNS + split * TURNS + turn;
+    if (span == 0 && c == 0) tops[piece] = most[r], totals[piece] = total[r];
+#pragma unroll
+    for (int u = 0; u < SPANS; u++) {
+      if (span + u >= ALL) break;
+      float4* to = (float4*)(parts + (piece * ALL + span + u) * 64 + 16 * c);
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int q = 0; q < 2; q++) {
+          const float x = sums[u][4 * q][2 * r + n], y = sums[u][4 * q + 1][2 * r + n];
+          const float z = sums[u][4 * q + 2][2 * r + n], w = sums[u][4 * q + 3][2 * r + n];
+          to[2 * n + q] = {x, y, z, w};
+        }
+    }
+  }
+}

@@ -1,0 +1,152 @@
+"""Attention of one new token a sequence to discrete codes, on Hopper GPUs: logits, then sums of codes by parts.
+
+Formula (:mod:`strataflux.kernels.fsq_attention`). The tensor cores rebuild keys from codes that are unpacked in
+registers (:mod:`strataflux.kernels.gpu.fsq_decoder`): one head's decoder stays in shared memory, and neither keys nor
+values reach device memory. Positions are ``64 · block + place``: keys are turned by their place, whose cosines and
+sines stay in registers, and queries back by the block's first position:
+
+    l_t = (R(place) k_t) · (R(-first) q) / sqrt(mean(k²) + ε)
+
+Logits (float32) go through device memory to a second kernel, which does softmax and sums of all heads at once: heads
+share codes, so these are unpacked once. It sums q - 8 with weights in float16.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strataflux.kernels.cuda_build import CudaFunction, compile_instance, cuda_available, device_capability
+from strataflux.kernels.fsq_attention import BLOCK_TOKENS
+from strataflux.kernels.gpu.fsq_decoder import FsqDecoder
+from strataflux.kernels.gpu.fsq_work import FsqWork
+from strataflux.kernels.gpu.kv_work import check_heads
+
+__all__ = [
+    "compile_fsq",
+    "fsq_attend",
+    "fsq_mix",
+    "fsq_scores",
+    "has_fsq_path",
+    "mix_instance",
+    "scores_instance",
+    "shared_bytes",
+    "teams_of",
+]
+
+_SOURCE: Final = Path(__file__).with_suffix(".cu")
+_MOST_SHARED: Final = 232448
+_MOST_TEAMS: Final = 3
+
+
+def has_fsq_path(x: Tensor) -> bool:
+    """Whether the kernel runs where ``x`` lies: on GPUs of compute capability 9.0."""
+    return x.is_cuda and cuda_available() and device_capability(x.get_device()) == (9, 0)
+
+
+def shared_bytes(decoder: FsqDecoder, teams: int) -> int:
+    """Shared memory of a block of threads: a head's decoder, and for each team of 128 threads a block of codes."""
+    d = decoder.heads.head_dim
+    return (
+        decoder.images.shape[1] + teams * (BLOCK_TOKENS * decoder.heads.grid.nbytes + 8 * d) + 10 * d + 8 * (teams + 1)
+    )
+
+
+def teams_of(decoder: FsqDecoder) -> int:
+    """How many teams fit.
+
+    Raises:
+        ValueError: not even one.
+    """
+    for teams in range(_MOST_TEAMS, 0, -1):
+        if shared_bytes(decoder, teams) <= _MOST_SHARED:
+            return teams
+    raise ValueError(
+        f"codes of {decoder.heads.grid.width} coordinates take {shared_bytes(decoder, 1)} bytes of shared memory as "
+        f"{decoder.kind}, {_MOST_SHARED} are there; int8 and fp8 take half as much"
+    )
+
+
+def scores_instance(decoder: FsqDecoder, work: FsqWork, teams: int) -> str:
+    """The template instance that leaves logits."""
+    d = decoder.heads.head_dim
+    group = check_heads(d, work.heads, decoder.heads.kv_heads)
+    norm = "false" if decoder.heads.key_norm is None else "true"
+    kind = {"half": "HALF", "int8": "INT8", "fp8": "FP8"}[decoder.kind]
+    return f"fsq_scores<{kind}, {d}, {work.nbytes}, {group}, {teams}, {norm}>"
+
+
+def mix_instance(work: FsqWork) -> str:
+    """The template instance that leaves parts."""
+    return f"fsq_mix<{work.nbytes}, {work.spans_a_warp}, {work.turns}>"
+
+
+def fsq_attend(
+    queries: Tensor, codes: Tensor, lengths: Tensor, decoder: FsqDecoder, work: FsqWork, *, teams: int | None = None
+) -> None:
+    """Leave parts of each sequence's attention. Queued on the current stream; no allocation.
+
+    Args:
+        queries: [batch, heads, head_dim] float16, normed and rotated; contiguous, as all of these.
+        codes: [batch, blocks, 64 · bytes] uint8, as :func:`~strataflux.kernels.fsq_attention.block_codes` leaves them;
+            token i of a sequence has position i.
+        lengths: [batch] int32 on the device: tokens of each sequence; at least 1.
+        decoder: of this layer, for as many blocks.
+        work: of the same sizes; overwritten.
+        teams: of 128 threads in a block; None: as many as fit.
+
+    Raises:
+        ValueError: shapes that contradict each other or have no kernel. CudaError: this device has no such kernel.
+    """
+    heads = decoder.heads
+    expected = (work.batch, work.heads, heads.head_dim), (work.batch, work.blocks, BLOCK_TOKENS * heads.grid.nbytes)
+    if (queries.shape, codes.shape) != expected or work.nbytes != heads.grid.nbytes or decoder.blocks < work.blocks:
+        raise ValueError(
+            f"queries {list(queries.shape)} and codes {list(codes.shape)}: the work memory is for {list(expected[0])} "
+            f"and {list(expected[1])}, codes of {work.nbytes} bytes; the decoder for {decoder.blocks} blocks"
+        )
+    fsq_scores(queries, codes, lengths, decoder, work, teams_of(decoder) if teams is None else teams)
+    fsq_mix(codes, lengths, work)
+
+
+def fsq_scores(queries: Tensor, codes: Tensor, lengths: Tensor, decoder: FsqDecoder, work: FsqWork, teams: int) -> None:
+    """The first half of :func:`fsq_attend`: logits of all tokens; its arguments are not checked again."""
+    kv_heads, splits = decoder.heads.kv_heads, work.score_splits(decoder.heads.kv_heads)
+    size = shared_bytes(decoder, teams)
+    prepared = (decoder.images, decoder.affine, decoder.gamma, decoder.scalars, decoder.base, decoder.inner)
+    given = _arguments(codes, *prepared, queries, lengths, work.scores, kv_heads, splits, work.blocks)
+    function = _function(scores_instance(decoder, work, teams), size, queries.get_device())
+    function.launch(work.batch * splits * kv_heads, 128 * teams, given, early=False, shared_bytes=size)
+
+
+def fsq_mix(codes: Tensor, lengths: Tensor, work: FsqWork) -> None:
+    """The second half of :func:`fsq_attend`: parts, from logits."""
+    left = (work.parts, work.tops, work.totals)
+    given = _arguments(codes, work.scores, lengths, *left, work.heads, work.mix_splits, work.blocks)
+    function = _function(mix_instance(work), 0, codes.get_device())
+    function.launch(work.mix_blocks, work.mix_threads, given, early=False)
+
+
+def _arguments(*values: Tensor | int) -> list[np.generic]:
+    return [np.uint64(v.data_ptr()) if isinstance(v, Tensor) else np.int32(v) for v in values]
+
+
+def compile_fsq(instance: str) -> tuple[bytes, str]:
+    """Machine code of an instance, and its symbol; needs no GPU, and may run in several threads at once.
+
+    Raises:
+        CudaError: it does not compile.
+    """
+    return compile_instance(_SOURCE, instance, "sm_90a")
+
+
+@cache
+def _function(instance: str, shared: int, device: int) -> CudaFunction:
+    with torch.cuda.device(device):
+        function = CudaFunction(*compile_fsq(instance))
+        if shared:
+            function.allow_shared(shared)
+    return function

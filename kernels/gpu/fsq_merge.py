@@ -1,0 +1,78 @@
+"""Parts of attention to discrete codes as one output a head: merged in code space, then decoded once.
+
+Formula. With m the largest top, ``latent = Σ 2^(m_s - m) a_s / Σ 2^(m_s - m) z_s`` and ``out = D_V latent + b_V``
+(:mod:`strataflux.kernels.fsq_attention`); parts are added in their order, so equal parts give equal bits.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from strataflux.kernels.gpu.fsq_decoder import FsqDecoder
+from strataflux.kernels.gpu.fsq_work import FsqWork
+
+__all__ = ["fsq_merge"]
+
+_ROWS = tl.constexpr(32)
+_SPAN = tl.constexpr(64)
+
+
+@triton.jit
+def _merge(
+    parts: tl.tensor, tops: tl.tensor, totals: tl.tensor, latent: tl.tensor, pieces: tl.tensor, spans: tl.tensor,
+    PIECES: tl.constexpr,
+) -> None:  # fmt: skip
+    head, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i, piece = span * _SPAN + tl.arange(0, _SPAN), tl.arange(0, PIECES)
+    first = head * pieces
+    top = tl.load(tops + first + piece, mask=piece < pieces, other=float("-inf"))
+    most = tl.max(top, 0)
+    total = tl.sum(tl.exp2(top - most) * tl.load(totals + first + piece, mask=top > float("-inf"), other=0.0), 0)
+    mixed = tl.zeros((_ROWS, _SPAN), tl.float32)
+    for start in range(0, pieces, _ROWS):
+        row = start + tl.arange(0, _ROWS)
+        own = tl.load(tops + first + row, mask=row < pieces, other=float("-inf"))
+        held = (own > float("-inf"))[:, None]
+        part = tl.load(parts + (first + row)[:, None] * (spans * _SPAN) + i[None, :], mask=held, other=0.0)
+        mixed += part * tl.exp2(own - most)[:, None]
+    tl.store(latent + head * (spans * _SPAN) + i, tl.sum(mixed, 0) / total)
+
+
+@triton.jit
+def _decode(
+    latent: tl.tensor, decoder: tl.tensor, bias: tl.tensor, out: tl.tensor, heads: tl.tensor, spans: tl.tensor,
+    D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    head, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    at = (head % heads // GROUP) * D + row
+    width = spans * _SPAN
+    mixed = tl.zeros((ROWS, _SPAN), tl.float32)
+    for span in range(spans):
+        i = span * _SPAN + tl.arange(0, _SPAN)
+        mixed += tl.load(decoder + at[:, None] * width + i[None, :]) * tl.load(latent + head * width + i)[None, :]
+    tl.store(out + head * D + row, tl.sum(mixed, 1) + tl.load(bias + at))
+
+
+def fsq_merge(work: FsqWork, decoder: FsqDecoder, out: Tensor) -> None:
+    """Merge all parts and decode. Queued on the current stream; no allocation.
+
+    Args:
+        work: parts of this step's attention in one layer.
+        decoder: of that layer.
+        out: floats of any width, [batch, heads, head_dim], overwritten.
+
+    Raises:
+        ValueError: ``out`` has another size.
+    """
+    heads, d = decoder.heads, decoder.heads.head_dim
+    if out.numel() != work.batch * work.heads * d:
+        raise ValueError(f"out {list(out.shape)} for {work.batch} sequences of {work.heads} heads of {d} channels")
+    count, pieces = work.batch * work.heads, work.pieces
+    _merge[(count, work.spans)](
+        work.parts, work.tops, work.totals, work.latent, pieces, work.spans,
+        PIECES=triton.next_power_of_2(pieces), num_warps=4,
+    )  # fmt: skip
+    _decode[(count, d // 16)](
+        work.latent, decoder.value_decoder, decoder.value_bias, out, work.heads, work.spans,
+        D=d, GROUP=work.heads // heads.kv_heads, ROWS=16, num_warps=4,
+    )  # fmt: skip

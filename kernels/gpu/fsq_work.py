@@ -1,0 +1,89 @@
+"""What the kernels over discrete codes leave for each other: device memory that never moves.
+
+:func:`~strataflux.kernels.gpu.fsq_attend.fsq_attend` leaves logits and *parts*
+(:mod:`strataflux.kernels.fsq_attention`); :func:`~strataflux.kernels.gpu.fsq_merge.fsq_merge` puts them together. How
+long a sequence is both read on the device: one captured chain serves every length.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from strataflux.kernels.fsq_attention import BLOCK_TOKENS
+
+__all__ = ["FsqWork"]
+
+_SPAN: Final = 64
+_MIX_WARPS: Final = 8
+
+
+class FsqWork:
+    """Shared by all layers of a step.
+
+    Attributes:
+        scores: [batch, heads, blocks · 64] float32, logits for powers of two.
+        parts: [batch, heads, pieces, spans · 64] float32, sums of q - 8 relative to 2^tops; ``tops`` and ``totals``
+            lack the last axis. A part without tokens has the top -inf.
+        latent: [batch, heads, spans · 64] float32, the merged mean of q - 8.
+    """
+
+    def __init__(
+        self, batch: int, heads: int, nbytes: int, blocks: int, device: torch.device, *,
+        score_splits: int | None = None, mix_splits: int | None = None,
+    ) -> None:  # fmt: skip
+        """Allocate for ``heads`` query heads and codes of ``nbytes`` bytes.
+
+        Args:
+            batch: sequences.
+            heads: query heads.
+            nbytes: bytes of a token's code.
+            blocks: the most blocks of 64 tokens of a sequence.
+            device: of everything.
+            score_splits: blocks of threads that share a KV head's tokens; None: as many as fill the device once.
+            mix_splits: likewise those that share a sequence's tokens; None: two for each multiprocessor.
+        """
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+        # fixed after construction
+        self.blocks, self.nbytes, self._processors, self._score_splits = blocks, nbytes, processors, score_splits
+        self.spans = -(-nbytes // (_SPAN // 2))
+        self.spans_a_warp = 2 if self.spans > _MIX_WARPS else 1
+        self.turns = max(1, _MIX_WARPS // -(-self.spans // self.spans_a_warp))
+        filling = max(1, 2 * processors // batch)
+        self.mix_splits = min(blocks, filling if mix_splits is None else mix_splits)
+        # device memory
+
+        def room(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=device)
+
+        self.pieces = self.mix_splits * self.turns
+        self.scores = room(batch, heads, blocks * BLOCK_TOKENS)
+        self.parts = room(batch, heads, self.pieces, self.spans * _SPAN)
+        self.tops, self.totals = room(batch, heads, self.pieces), room(batch, heads, self.pieces)
+        self.latent = room(batch, heads, self.spans * _SPAN)
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.scores.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.scores.shape[1]
+
+    @property
+    def mix_blocks(self) -> int:
+        """Blocks of threads of the second kernel: up to 16 heads each."""
+        return -(-self.heads // 16) * self.batch * self.mix_splits
+
+    @property
+    def mix_threads(self) -> int:
+        """Threads of each."""
+        return 32 * -(-self.spans // self.spans_a_warp) * self.turns
+
+    def score_splits(self, kv_heads: int) -> int:
+        """Blocks of threads that share the tokens of one KV head of a sequence."""
+        if self._score_splits is not None:
+            return self._score_splits
+        return max(1, min(self.blocks, self._processors // (kv_heads * self.batch)))

@@ -1,0 +1,63 @@
+// What kernels/gpu/fsq_attend.cu asks of a Hopper GPU, for a host: warpgroup products from their definition (the PTX
+// manual's wgmma, K-major without swizzle), copies made at once, and barriers that are always passed.
+#include "fiber_emulation.h"
+
+static Meeting of_team[8] = {{128}, {128}, {128}, {128}, {128}, {128}, {128}, {128}};
+static unsigned int left_sides[8][2][128][4];
+static int team_turns[1024];
+
+static void meet_group(int team) { meet(of_team[team]); }
+static void begin_products() {}
+static void commit_products() {}
+template <int LEFT>
+static void finish_products() {}
+template <typename Value, int N>
+static void hold(Value (&)[N]) {}
+template <int N>
+static unsigned long long tile_at(const void* pointer) { return (unsigned long long)pointer; }
+
+static float fp8_value(unsigned int bits) {
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);
+  return bits & 128 ? -size : size;
+}
+// Number k of a row of the left side: of two bytes, or of one.
+static unsigned int left_number(const unsigned int (*all)[4], int row, int k, int size) {
+  const int each = 4 / size, inside = k % (4 * each);
+  const unsigned int word = all[row / 16 * 32 + row % 8 * 4 + inside / each][row % 16 / 8 + 2 * (k / (4 * each))];
+  return word >> 8 * size * (inside % each) & (size == 2 ? 0xFFFF : 0xFF);
+}
+static unsigned int right_number(const unsigned char* tile, int row, int k, int size, int rows) {
+  const int at = k * size;
+  unsigned int v = 0;
+  std::memcpy(&v, tile + at / 16 * rows * 16 + row / 8 * 128 + row % 8 * 16 + at % 16, size);
+  return v;
+}
+template <int KIND, int N, typename Value>
+static void product(Value (&acc)[N / 2], const unsigned int (&a)[4], unsigned long long tile) {
+  const int size = KIND == 0 ? 2 : 1, thread = threadIdx.x % 128, team = threadIdx.x / 128, lane = thread % 32;
+  unsigned int(*all)[4] = left_sides[team][team_turns[threadIdx.x]++ % 2];
+  std::memcpy(all[thread], a, 16);
+  meet(of_team[team]);
+  for (int i = 0; i < N / 2; i++) {
+    const int row = thread / 32 * 16 + lane / 4 + 8 * (i % 4 / 2), column = i / 4 * 8 + 2 * (lane % 4) + i % 2;
+    double sum = 0;
+    for (int k = 0; k < 32 / size; k++) {
+      const unsigned int x = left_number(all, row, k, size), y = right_number((unsigned char*)tile, column, k, size, N);
+      sum += KIND == 0 ? (double)half_value(x) * half_value(y)
+           : KIND == 1 ? (double)x * (signed char)y : (double)fp8_value(x) * fp8_value(y);
+    }
+    if (KIND == 1) acc[i] = (Value)((int)acc[i] + (int)sum);
+    else acc[i] = (Value)((double)acc[i] + sum);
+  }
+}
+
+static void make_barrier(unsigned long long*) {}
+static void announce_barriers() {}
+static void expect_bytes(unsigned long long*, unsigned int) {}
+static void copy_bytes(void* to, const void* from, unsigned int bytes, unsigned long long*) { std::memcpy(to, from, bytes); }
+static void wait_for_bytes(unsigned long long*, unsigned int) {}
+static unsigned int multiply_halves(unsigned int a, unsigned int b) {
+  return halves(low_half(a) * low_half(b), high_half(a) * high_half(b));
+}
+static float rsqrtf(float x) { return 1 / std::sqrt(x); }

@@ -1,0 +1,134 @@
+"""Attention to discrete codes against the definition in float64: on a Hopper GPU, else on emulated blocks."""
+
+import ctypes
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
+
+from strataflux.kernels.fsq import FsqGrid
+from strataflux.kernels.gpu.fsq_attend import (
+    fsq_attend,
+    has_fsq_path,
+    mix_instance,
+    scores_instance,
+    shared_bytes,
+    teams_of,
+)
+from strataflux.kernels.gpu.fsq_decoder import FsqDecoder, RebuildKind
+from strataflux.kernels.gpu.fsq_merge import fsq_merge
+from strataflux.kernels.gpu.fsq_work import FsqWork
+from tests.fakes.emulation import emulated
+from tests.fakes.fsq_device import FsqCase, make_fsq_case
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parents[1] / "kernels" / "gpu" / "fsq_attend.cu"
+CASES: list[tuple[RebuildKind, int, tuple[int, ...], int, int, int, bool]] = [
+    # kind, width, lengths, KV heads, query heads for each, head size, keys normed
+    ("half", 84, (65, 1), 2, 2, 64, True),
+    ("int8", 84, (200,), 2, 3, 64, True),
+    ("fp8", 84, (64,), 1, 1, 64, True),
+    ("half", 21, (63,), 3, 8, 64, False),
+    ("int8", 70, (130, 300), 1, 4, 128, True),
+    ("half", 256, (129,), 1, 2, 128, False),
+]
+BOUNDS = {"half": 2e-3, "int8": 2e-2, "fp8": 6e-2}
+"""Relative errors: float16 keys; weights of the decoder rounded to 127ths of their row's largest, and to three bits."""
+
+Launch = Callable[[FsqCase, FsqDecoder, FsqWork], None]
+
+
+def _work(case: FsqCase, score_splits: int | None = None, mix_splits: int | None = None) -> FsqWork:
+    batch, heads, _ = case.queries.shape
+    sizes, device = (case.heads.grid.nbytes, case.codes.shape[1]), case.queries.device
+    return FsqWork(batch, heads, *sizes, device, score_splits=score_splits, mix_splits=mix_splits)
+
+
+def _run_name(instance: str) -> str:
+    return "run_" + re.sub(r"\W+", "_", instance)
+
+
+def _case_of(numbers: tuple[Any, ...], device: torch.device) -> FsqCase:
+    _, width, lengths, kv_heads, group, d, normed = numbers
+    return make_fsq_case(FsqGrid.uniform(width, 16), lengths, kv_heads, group, d, normed, device)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The CUDA source with each case's instances, for the host."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the CUDA source for the host with")
+    runs: dict[str, str] = {}
+    for numbers in CASES:
+        case = _case_of(numbers, torch.device("cpu"))
+        decoder = FsqDecoder(case.heads, case.codes.shape[1], torch.device("cpu"), numbers[0])
+        scores, mix = scores_instance(decoder, _work(case), teams_of(decoder)), mix_instance(_work(case))
+        runs |= {name: _run(name, pointers) for name, pointers in ((scores, 10), (mix, 6))}
+    pointer = "struct Pointer { void* to; template <typename T> operator T*() const { return (T*)to; } };\n"
+    folder = tmp_path_factory.mktemp("fsq")
+    return emulated(SOURCE, pointer + "\n".join(runs.values()), folder, HERE / "fsq_emulation.h")
+
+
+def _run(instance: str, pointers: int) -> str:
+    declared = "".join(f", void* p{i}" for i in range(pointers))
+    given = "".join(f"Pointer{{p{i}}}, " for i in range(pointers))
+    return (
+        f'extern "C" void {_run_name(instance)}(int blocks, int threads{declared}, int a, int b, int c) '
+        f"{{ run_blocks(blocks, threads, [=] {{ {instance}({given}a, b, c); }}); }}"
+    )
+
+
+def _on_emulation(library: ctypes.CDLL) -> Launch:
+    def launch(case: FsqCase, decoder: FsqDecoder, work: FsqWork) -> None:
+        teams, kv_heads = teams_of(decoder), case.heads.kv_heads
+        splits = work.score_splits(kv_heads)
+        scores, mix = scores_instance(decoder, work, teams), mix_instance(work)
+        assert shared_bytes(decoder, teams) <= 16384 * 16
+
+        def pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
+            return [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+
+        prepared = (decoder.images, decoder.affine, decoder.gamma, decoder.scalars, decoder.base, decoder.inner)
+        given = pointers(case.codes, *prepared, case.queries, case.lengths, work.scores)
+        library[_run_name(scores)](work.batch * splits * kv_heads, 128 * teams, *given, kv_heads, splits, work.blocks)
+        given = pointers(case.codes, work.scores, case.lengths, work.parts, work.tops, work.totals)
+        sizes = (work.heads, work.mix_splits, work.blocks)
+        library[_run_name(mix)](work.mix_blocks, work.mix_threads, *given, *sizes)
+
+    return launch
+
+
+@pytest.fixture
+def launch(request: pytest.FixtureRequest, device: torch.device) -> Launch:
+    """The kernels on the GPU, or what stands for them here."""
+    if device.type == "cuda":
+        if not has_fsq_path(torch.empty(1, device=device)):
+            pytest.skip("no GPU of compute capability 9.0")
+        return lambda case, decoder, work: fsq_attend(case.queries, case.codes, case.lengths, decoder, work)
+    return _on_emulation(request.getfixturevalue("library"))
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("numbers", CASES, ids=lambda numbers: "-".join(map(str, numbers)))
+def test_outputs_are_those_of_rebuilt_keys_and_values(
+    numbers: tuple[Any, ...], launch: Launch, device: torch.device
+) -> None:
+    case = _case_of(numbers, device)
+    decoder = FsqDecoder(case.heads, case.codes.shape[1], device, numbers[0])
+    work = _work(case)
+    out = torch.full(case.queries.shape, torch.nan, device=device)
+    launch(case, decoder, work)
+    fsq_merge(work, decoder, out)
+    assert _relative(out, case.exactly()) < BOUNDS[numbers[0]]
