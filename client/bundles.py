@@ -107,6 +107,14 @@ class BundleRefiner:
             scale = self._scales[layer]
             add_bundles(y, buffers.x, buffers.gate_up, buffers.neurons, buffers.addresses, scale, self._sums)
 
+    def foresee(
+        self, layer: int, set_index: int, x: NDArray[np.float32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """As of a :class:`~strataflux.client.weights.WeightRefiner`. Neurons are known only when they were computed:
+        nothing for ``gate_up``.
+        """
+        return self._channels.foresee(layer, set_index, x)
+
     def statistics(self) -> dict[str, SetStatistics]:
         """Look-ups and hits by what has records: ``qkv``, ``o`` and ``mlp``."""
         channels = self._channels.statistics()

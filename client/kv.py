@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 from typing import Final
 
 import numpy as np
@@ -25,10 +26,10 @@ from strataflux.client.kv_blocks import KvBlocks
 from strataflux.client.kv_options import blocks_for
 from strataflux.client.runtime.cache import check_truncation
 from strataflux.client.runtime.models import ModelConfig
-from strataflux.client.weights import RecordSource, SetStatistics
+from strataflux.client.weights import MORE, RecordSource, SetStatistics
 from strataflux.kernels import kv_attention_cpu
 from strataflux.kernels.hadamard import turn
-from strataflux.kernels.kv_attention import KvLayer, Resident, encoded_tiles, select_groups
+from strataflux.kernels.kv_attention import KvLayer, Resident, encoded_tiles, select_groups, selected_groups
 from strataflux.kernels.kv_encode import EncodedTiles, encode_tiles
 from strataflux.kernels.kv_pack import TILE_TOKENS
 from strataflux.kernels.select import SCORE_THRESHOLDS
@@ -166,19 +167,37 @@ class RefinedKVCache:
         """Look the strongest groups up and add what is present."""
         assert self._source is not None
         groups, shares = select_groups(resident, view, self._fraction)
-        per = self._blocks.form.groups_per_tile
-        chosen = groups[0].numpy()
-        bases = self._blocks.bases[self._places.numpy()[chosen // per]]
-        first = layer * self._blocks.config.kv_heads * per
-        oids = (bases + first + self._heads + chosen % per)[bases >= 0]
-        scores = np.searchsorted(SCORE_THRESHOLDS, shares[0].numpy()[bases >= 0], side="right").clip(1, 255)
-        found = np.zeros(oids.size, np.uint64)
-        addresses = np.zeros(chosen.shape, np.uint64)
+        oids, scores, known = self._records(layer, groups[0], shares[0])
+        addresses = np.zeros(known.shape, np.uint64)
         if oids.size:
-            self._hits += self._source.lookup(self._table, oids, scores.astype(np.uint8), found)
-            addresses[bases >= 0] = found
-        self._lookups += chosen.size
+            found = np.zeros(oids.size, np.uint64)
+            self._hits += self._source.lookup(self._table, oids, scores, found)
+            addresses[known] = found
+        self._lookups += known.size
         return kv_attention_cpu.refine(queries, view, resident, groups, torch.from_numpy(addresses)[None])
+
+    def _records(
+        self, layer: int, groups: Tensor, shares: Tensor
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.bool_]]:
+        """Ids and scores [records] of those of ``groups`` [kv_heads, n] that have one, and which these are."""
+        per = self._blocks.form.groups_per_tile
+        chosen = groups.numpy()
+        bases = self._blocks.bases[self._places.numpy()[chosen // per]]
+        known = bases >= 0
+        first = layer * self._blocks.config.kv_heads * per
+        scores = np.searchsorted(SCORE_THRESHOLDS, shares.numpy()[known], side="right").clip(1, 255)
+        return (bases + first + self._heads + chosen % per)[known], scores.astype(np.uint8), known
+
+    def foresee(self, layer: int, queries: Tensor) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """Ids and scores of the records that ``queries`` [heads, head_dim], turned by position, would select in
+        ``layer``, and some more. Between ``begin_step`` and ``attend`` of the layer; nothing where nothing is refined.
+        """
+        if not (self.refining and self._fraction and self._encoded):
+            return np.empty(0, np.int64), np.empty(0, np.uint8)
+        shares = kv_attention_cpu.expected_shares(turn(queries)[None], self._view(layer))[0]
+        count = min(shares.shape[-1], ceil(MORE * selected_groups(self._fraction, shares.shape[-1])))
+        top = shares.topk(count, -1)
+        return self._records(layer, top.indices, top.values)[:2]
 
     # --- tiles that fill up ------------------------------------------------------------------------------------------
 

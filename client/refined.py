@@ -5,6 +5,7 @@ A session may have several sequences, which take turns; :class:`RefinedModel` ha
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strataflux.cache_policy.miss import MissPolicy, Skip, Wait
+from strataflux.client.ahead import GuessedChannels, ReadAhead
 from strataflux.client.bundles import make_refiner
 from strataflux.client.errors import MisuseError
 from strataflux.client.kv import RefinedKVCache
@@ -26,7 +28,8 @@ from strataflux.client.runtime.models import DecoderWeights, ModelConfig
 from strataflux.client.schemes import Scheme
 from strataflux.client.session import Session
 from strataflux.client.session_stats import SessionStats
-from strataflux.client.weights import step_demand
+from strataflux.client.throttle import Throttle
+from strataflux.client.weights import MORE, step_demand
 from strataflux.proto.messages import StoreRef
 from strataflux.proto.store_format import open_store
 
@@ -49,13 +52,15 @@ class RefinedModel:
         kv: RefinedKVCache | None,
         shift: Mapping[str, float] | None = None,
         leave: Callable[[], object] | None = None,
+        ahead: ReadAhead | None = None,
     ) -> None:
         """Use :meth:`attach`. ``leave`` is what :meth:`close` does, by default closing the session."""
         # fixed after construction
         self._session = session
         self._leave = session.close if leave is None else leave
         self._switch = _Switch(refiner)
-        self._decoder = Decoder(weights, context, self._switch, kv, shift)
+        self._ahead = ahead
+        self._decoder = Decoder(weights, context, self._switch, kv, shift, ahead)
         self.kv = kv
         """The cache, if it is one in low bits."""
         # changed by step
@@ -76,6 +81,7 @@ class RefinedModel:
         scheme: Scheme | None = None,
         miss: MissPolicy = Skip(),  # noqa: B008 (immutable)
         kv: KvOptions | None = None,
+        ahead: float = 0.0,
     ) -> "RefinedModel":
         """Attach to the daemon that serves the store of ``prepared``.
 
@@ -89,9 +95,11 @@ class RefinedModel:
             scheme: how MLPs are refined; None takes the prepared model's.
             miss: what to do about absent records.
             kv: a KV cache in low bits; None keeps it exact.
+            ahead: how many blocks before a layer what it will probably select is asked for; 0 for never.
 
         Raises:
-            MisuseError: ``k`` is out of range, or there is no such KV format, shift, or scheme in the store.
+            MisuseError: ``k`` or ``ahead`` is out of range, or there is no such KV format, shift, or scheme in the
+                store.
             DaemonUnavailableError: nobody answers. RefusedError: the daemon does not serve this store, or said no.
         """
         session = RefinedSession.attach(
@@ -104,6 +112,7 @@ class RefinedModel:
             scheme=scheme,
             miss=miss,
             kv=kv,
+            ahead=ahead,
         )
         try:
             return session.open(context, alone=True)
@@ -131,6 +140,8 @@ class RefinedModel:
             logits = self._decoder.step(token)
         if not step.end():
             logits = self._again(token)
+        if self._ahead is not None:
+            self._ahead.end_step()
         self.seconds += time.perf_counter() - started
         self.steps += 1
         return logits
@@ -175,6 +186,8 @@ class RefinedModel:
 
     def _refine(self, on: bool) -> None:
         self._switch.on = on
+        if self._ahead is not None:
+            self._ahead.on = on
         if self.kv is not None:
             self.kv.refining = on
 
@@ -192,6 +205,7 @@ class RefinedSession:
         refiner: ShiftingRefiner | None,
         shift: Mapping[str, float] | None,
         cache: Callable[[int], RefinedKVCache] | None,
+        ahead: float = 0.0,
     ) -> None:
         """Use :meth:`attach`. ``cache`` makes the KV cache of a sequence of so many positions; None: an exact one."""
         # fixed after construction
@@ -200,6 +214,8 @@ class RefinedSession:
         self._refiner = refiner
         self._cache = cache
         self._shift = shift
+        self._blocks_ahead = ahead
+        self._throttles = (Throttle(), Throttle())
 
     @classmethod
     def attach(
@@ -215,15 +231,18 @@ class RefinedSession:
         scheme: Scheme | None = None,
         miss: MissPolicy = Skip(),  # noqa: B008 (immutable)
         kv: KvOptions | None = None,
+        ahead: float = 0.0,
     ) -> "RefinedSession":
         """As :meth:`RefinedModel.attach`, for up to ``sequences`` sequences of ``context`` positions at once."""
         demands = [] if prepared is None else [step_demand(prepared, k, shift, scheme)]
         demands += [] if kv is None else [kv.demand(weights.config, context)]
         blocks = sequences * blocks_for(context)
+        selections = sum(demand.selections for demand in demands)
+        largest = max((d.largest_set_bytes for d in demands), default=0)
         session = session_kind().attach(
             [] if prepared is None else [StoreRef(prepared.manifest.digest, prepared.manifest.identity)],
-            selections_per_step=max(1, sum(demand.selections for demand in demands)),
-            largest_set_bytes=0 if isinstance(miss, Skip) else max((d.largest_set_bytes for d in demands), default=0),
+            selections_per_step=max(1, ceil(selections * (1 + MORE)) if ahead else selections),
+            largest_set_bytes=largest if isinstance(miss, Wait) else 0,
             runtime_dir=runtime_dir,
             miss=miss,
             kv=None if kv is None else kv.geometry(weights.config, blocks),
@@ -237,7 +256,7 @@ class RefinedSession:
             cache = None if kv is None else _cache_maker(session, weights.config, blocks, kv, seconds)
             if shift is None and prepared is not None:
                 shift = prepared.manifest.shift
-            return cls(session, weights, refiner, shift, cache)
+            return cls(session, weights, refiner, shift, cache, ahead)
         except BaseException:
             session.close()
             raise
@@ -251,7 +270,13 @@ class RefinedSession:
         kv = None if self._cache is None else self._cache(context)
         give_back: Callable[[], object] = (lambda: None) if kv is None else kv.close
         leave = self.close if alone else give_back
-        return RefinedModel(self._session, self._weights, context, self._refiner, kv, self._shift, leave)
+        ahead = self._read_ahead(kv) if self._blocks_ahead else None
+        return RefinedModel(self._session, self._weights, context, self._refiner, kv, self._shift, leave, ahead)
+
+    def _read_ahead(self, cache: RefinedKVCache | None) -> ReadAhead:
+        refiner = self._refiner if isinstance(self._refiner, GuessedChannels) else None
+        table = 0 if self._session.kv is None else self._session.kv.table
+        return ReadAhead(self._session, self._blocks_ahead, self._throttles, refiner, cache, table)
 
     def stats(self) -> SessionStats:
         """Counts and state of the session, over all its sequences."""

@@ -6,6 +6,8 @@ them. Object ids are dense: ``oid = base[layer, set] + channel`` in the order of
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +24,7 @@ from strataflux.proto.layout import slot_bytes
 
 __all__ = [
     "LAYERS_BEGUN",
+    "MORE",
     "AskedSource",
     "RecordSource",
     "SetStatistics",
@@ -31,6 +34,8 @@ __all__ = [
     "step_demand",
 ]
 
+MORE = Fraction(5, 4)
+"""Guessed for each record that will be selected: a guess costs a read at most, and the last ones are near the edge."""
 LAYERS_BEGUN = 3
 """Layers of a projection set whose selections are kept apart: a lead or lag of two blocks, and the layer itself."""
 
@@ -141,6 +146,7 @@ class WeightRefiner:
             [_allocate(config, name, budget) for _ in range(LAYERS_BEGUN)]
             for name, budget in zip(SETS, self._budgets, strict=True)
         ]
+        self._guessed = [min(1024, ceil(MORE * budget)) for budget in self._budgets]
         # changed by begin and refine
         self._begun: set[tuple[int, int]] = set()
         self._lookups = np.zeros(len(SETS), np.int64)
@@ -173,6 +179,17 @@ class WeightRefiner:
             self._count(set_index, buffers.oids.size, hits)
         scale = self._scales[layer][SETS[set_index]]
         refine_addresses(y, x, buffers.indices, buffers.addresses, scale, buffers.sums)
+
+    def foresee(
+        self, layer: int, set_index: int, x: NDArray[np.float32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """Ids and scores of the records that an input like ``x`` [inputs] would select, and some more. New arrays."""
+        count = selected_count(self._guessed[set_index], x.size)
+        channels, scores = np.empty(count, np.int64), np.empty(count, np.uint8)
+        if count:
+            select_channels(x, self._guessed[set_index], channels, scores)
+            channels += self._bases[SETS[set_index]][layer]
+        return channels, scores
 
     def _select(self, buffers: _Buffers, layer: int, set_index: int, x: NDArray[np.float32]) -> None:
         select_channels(x, self._budgets[set_index], buffers.indices, buffers.scores)

@@ -37,6 +37,7 @@ __all__ = [
     "attend_reference",
     "encoded_tiles",
     "exact_spans",
+    "expected_shares_reference",
     "group_shares",
     "refine_reference",
     "select_groups",
@@ -163,6 +164,25 @@ def select_groups(resident: Resident, layer: KvLayer, fraction: Fraction) -> tup
     beyond = torch.arange(top.values.shape[-1])[None] >= torch.tensor(counts)[:, None]
     beyond = beyond[:, None].to(shares.device)
     return top.indices.masked_fill(beyond, -1), top.values.masked_fill(beyond, 0.0)
+
+
+def expected_shares_reference(queries: Tensor, layer: KvLayer) -> Tensor:
+    """The shares that ``queries`` [batch, heads, D] would give to groups before the newest token's key is there.
+
+    Returns:
+        [batch, kv_heads, groups] float32, of the groups of tiles; 0 where a sequence has fewer. Shares are of all
+        tokens but the newest.
+    """
+    width = max((encoded_tiles(n) for n in layer.lengths), default=0) * layer.form.groups_per_tile
+    shares = queries.new_zeros(queries.shape[0], layer.kv_heads, width)
+    for index, query in enumerate(queries):
+        keys, _, (start, end) = _dense(layer, index)
+        scores = _scores(query, keys[:, :-1])
+        maximum = scores.amax(-1)
+        total = (scores - maximum[:, None]).exp().sum(-1)
+        found = group_shares(scores[:, start:end], maximum, total, layer.kv_heads, layer.form.group_tokens)
+        shares[index, :, : found.shape[-1]] = found
+    return shares
 
 
 def refine_reference(

@@ -14,13 +14,13 @@ from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 from torch import Tensor
 
-from strataflux.kernels.kv_attention import KvLayer, Resident, encoded_tiles, exact_spans
+from strataflux.kernels.kv_attention import KvLayer, Resident, encoded_tiles, exact_spans, group_shares
 from strataflux.kernels.kv_encode import HalfTiles, KvFormat, code_offsets, encode_tiles
 from strataflux.kernels.kv_pack import TILE_TOKENS, planes_of
 from strataflux.kernels.pointer import bytes_at
 from strataflux.proto.compiled import compiled
 
-__all__ = ["attend", "compile_all", "refine"]
+__all__ = ["attend", "compile_all", "expected_shares", "refine"]
 
 _LANES = 16
 _TILE = TILE_TOKENS
@@ -62,15 +62,7 @@ def _attend_one(query: Tensor, layer: KvLayer, index: int, logits: Tensor) -> tu
     sink, tail = exact_spans(length)
     blocks = layer.table[index, : encoded_tiles(length)]
     shared = query.reshape(kv_heads, -1, query.shape[-1])
-    tiled = torch.empty(kv_heads, shared.shape[1], logits.shape[-1])
-    _key_logits(
-        layer.keys.codes.numpy(),
-        _planes(form.key_bits),
-        blocks.numpy(),
-        (shared / math.sqrt(form.head_dim)).numpy(),
-        *_scales(layer.keys, blocks),
-        tiled.numpy(),
-    )
+    tiled = _tile_logits(shared, layer, blocks)
     logits.copy_(tiled.flatten(0, 1))
     exact_keys = torch.cat((layer.sink_keys[index, :, :sink], layer.tail_keys[index, :, :tail]), 1).float()
     exact_values = torch.cat((layer.sink_values[index, :, :sink], layer.tail_values[index, :, :tail]), 1).float()
@@ -85,6 +77,43 @@ def _attend_one(query: Tensor, layer: KvLayer, index: int, logits: Tensor) -> tu
     _mix_values(layer.values.codes.numpy(), planes, blocks.numpy(), weights.numpy(), *value_scales, mixed.numpy())
     total = exact_weights.sum(-1) + weights.sum(-1)
     return maximum.flatten(), total.flatten(), (mixed / total[..., None]).flatten(0, 1)
+
+
+def _tile_logits(shared: Tensor, layer: KvLayer, blocks: Tensor) -> Tensor:
+    """[kv_heads, heads, tokens] of queries [kv_heads, heads, D] over the keys of ``blocks``."""
+    form = layer.form
+    tiled = torch.empty(*shared.shape[:2], len(blocks) * _TILE)
+    _key_logits(
+        layer.keys.codes.numpy(),
+        _planes(form.key_bits),
+        blocks.numpy(),
+        (shared / math.sqrt(form.head_dim)).numpy(),
+        *_scales(layer.keys, blocks),
+        tiled.numpy(),
+    )
+    return tiled
+
+
+def expected_shares(queries: Tensor, layer: KvLayer) -> Tensor:
+    """As :func:`~strataflux.kernels.kv_attention.expected_shares_reference`; about half of the work of :func:`attend`,
+    since values are not touched.
+    """
+    form = layer.form
+    width = max((encoded_tiles(n) for n in layer.lengths), default=0) * form.groups_per_tile
+    shares = queries.new_zeros(queries.shape[0], layer.kv_heads, width)
+    for i, length in enumerate(layer.lengths):
+        sink, tail = exact_spans(length)
+        blocks = layer.table[i, : encoded_tiles(length)]
+        shared = queries[i].reshape(layer.kv_heads, -1, form.head_dim)
+        tiled = _tile_logits(shared, layer, blocks)
+        near = torch.cat((layer.sink_keys[i, :, :sink], layer.tail_keys[i, :, :tail]), 1)[:, :-1].float()
+        logits = torch.cat((tiled, shared @ near.transpose(1, 2) / math.sqrt(form.head_dim)), -1).flatten(0, 1)
+        maximum = logits.amax(-1)
+        total = (logits - maximum[:, None]).exp_().sum(-1)
+        of_tiles = logits[:, : tiled.shape[-1]]
+        found = group_shares(of_tiles, maximum, total, layer.kv_heads, form.group_tokens)
+        shares[i, :, : found.shape[-1]] = found
+    return shares
 
 
 def _planes(bits: int) -> _Integers:

@@ -13,7 +13,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from strataflux.client.runtime.models import LayerWeights, ModelConfig
 from strataflux.client.runtime.rope import rotate
 
-__all__ = ["Attend", "Project", "attend_causally", "mix_heads", "multiply", "norm_heads", "run_block"]
+__all__ = ["Attend", "Project", "attend_causally", "mix_heads", "multiply", "norm_heads", "norm_queries", "run_block"]
 
 Project = Callable[[str, Tensor], Tensor]
 """Outputs [..., outputs] of the projection set with this name for its input [..., inputs]."""
@@ -74,6 +74,15 @@ def norm_heads(config: ModelConfig, layer: LayerWeights, heads: Tensor) -> Tenso
     shape, epsilon = (config.head_dim,), config.norm_epsilon
     queries = rms_norm(queries, shape, layer.query_norm, epsilon)
     return torch.cat((queries, rms_norm(keys, shape, layer.key_norm, epsilon), values), -2)
+
+
+def norm_queries(config: ModelConfig, layer: LayerWeights, queries: Tensor) -> Tensor:
+    """The query heads of :func:`norm_heads` alone: ``queries`` [..., query heads, head_dim]."""
+    if layer.qkv_bias is not None:
+        queries = queries + layer.qkv_bias[: config.heads * config.head_dim].view(-1, config.head_dim)
+    if layer.query_norm is None:
+        return queries
+    return rms_norm(queries, (config.head_dim,), layer.query_norm, config.norm_epsilon)
 
 
 def mix_heads(

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from strataflux.client.errors import MisuseError
-from strataflux.client.runtime.block import attend_causally, multiply, norm_heads, run_block
+from strataflux.client.runtime.block import attend_causally, multiply, norm_heads, norm_queries, run_block
 from strataflux.client.runtime.cache import ExactCache, KvCache
 from strataflux.client.runtime.models import SETS, DecoderWeights
 from strataflux.client.runtime.rope import rotary_table, rotate
-from strataflux.client.runtime.schedule import make_schedule
+from strataflux.client.runtime.schedule import make_foresight, make_schedule
 
-__all__ = ["ContextFull", "Decoder", "Refiner", "ShiftingRefiner", "Unrefined"]
+__all__ = ["ContextFull", "Decoder", "Foresight", "Refiner", "ShiftingRefiner", "Unrefined"]
 
 
 class Refiner(Protocol):
@@ -62,6 +62,28 @@ class Unrefined:
         """Do nothing."""
 
 
+class Foresight(Protocol):
+    """Is told early what a layer's input will be like. It changes no result but by what is there in time."""
+
+    @property
+    def blocks(self) -> float:
+        """How many blocks early."""
+
+    @property
+    def channels_wanted(self) -> bool:
+        """Whether :meth:`channels` is worth calling in this step."""
+
+    @property
+    def groups_wanted(self) -> bool:
+        """Whether :meth:`groups` is."""
+
+    def channels(self, layer: int, set_index: int, x: NDArray[np.float32]) -> None:
+        """``x`` [inputs] is about what ``SETS[set_index]`` of ``layer`` will read. Not kept. Never raises."""
+
+    def groups(self, layer: int, queries: Tensor) -> None:
+        """``queries`` [heads, head_dim], turned by position, are about those that ``layer`` will have. Never raises."""
+
+
 class ContextFull(MisuseError):
     """A step was asked for at a position the key and value cache has no room for."""
 
@@ -76,6 +98,7 @@ class Decoder:
         refiner: Refiner | None = None,
         cache: KvCache | None = None,
         shift: Mapping[str, float] | None = None,
+        foresight: Foresight | None = None,
     ) -> None:
         """Nothing is decoded yet.
 
@@ -85,9 +108,11 @@ class Decoder:
             refiner: of the projections; by default none.
             cache: of keys and values; by default an exact one of ``context`` positions.
             shift: blocks of fetch lead or lag of each projection set; by default none of any.
+            foresight: told what layers will read; by default nobody is.
 
         Raises:
-            MisuseError: a shift is not supported, or ``refiner`` is no :class:`ShiftingRefiner` and needs to be.
+            MisuseError: a shift or the distance of foresight is not supported, or ``refiner`` is no
+                :class:`ShiftingRefiner` and needs to be.
         """
         config = weights.config
         # fixed after construction
@@ -95,6 +120,8 @@ class Decoder:
         self._refiner: Refiner = Unrefined() if refiner is None else refiner
         self._schedule = make_schedule(config.layers, dict.fromkeys(SETS, 0.0) if shift is None else shift)
         self._shifting = _shifting(self._refiner) if self._schedule.shifted else Unrefined()
+        self._foresight = foresight
+        self._guesses = make_foresight(config.layers, 0.0 if foresight is None else foresight.blocks)
         self._norms = [norm for layer in weights.layers for norm in (layer.attention_norm, layer.mlp_norm)]
         # written by steps
         self._outputs = [torch.empty(config.set_shape(name)[0]) for name in SETS]
@@ -175,7 +202,28 @@ class Decoder:
         for layer, set_index in self._schedule.selects[position]:
             ranks = self._normed(hidden, self._norms[2 * layer + set_index // 2])
             self._shifting.begin(layer, set_index, ranks.numpy())
+        if self._foresight is not None:
+            for layer, set_index in self._guesses[position]:
+                self._foresee(self._foresight, hidden, layer, set_index)
         return self._normed(hidden, self._norms[position])
+
+    def _foresee(self, foresight: Foresight, hidden: Tensor, layer: int, set_index: int) -> None:
+        """Guess the input of a layer's set from the stream as it is now."""
+        groups = set_index == 0 and foresight.groups_wanted
+        if not groups and not foresight.channels_wanted:
+            return
+        x = self._normed(hidden, self._norms[2 * layer + set_index // 2])
+        if foresight.channels_wanted:
+            foresight.channels(layer, set_index, x.numpy())
+        if groups:
+            foresight.groups(layer, self._queries(layer, x))
+
+    def _queries(self, layer: int, x: Tensor) -> Tensor:
+        """The query heads [heads, head_dim] alone, at resident precision, turned by position."""
+        config, weights, now = self.weights.config, self.weights.layers[layer], self.position
+        rows = weights.projections["qkv"][: config.heads * config.head_dim]
+        queries = norm_queries(config, weights, torch.mv(rows, x).view(-1, config.head_dim))
+        return rotate(queries, self._cosine[now], self._sine[now])
 
     def _write(self, hidden: Tensor, position: int, x: Tensor) -> None:
         """Make ``hidden`` the state at ``position``: the product of ``x``, and refinement that is added there."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from strataflux.client.runtime.models import SETS
 from strataflux.client.runtime.shifted import check_shift
 
-__all__ = ["Place", "Schedule", "make_schedule"]
+__all__ = ["Place", "Schedule", "make_foresight", "make_schedule"]
 
 Place = tuple[int, int]
 """A projection: its layer, and its set's number in ``SETS``."""
@@ -59,3 +59,18 @@ def make_schedule(layers: int, shift: Mapping[str, float]) -> Schedule:
         if behind[writes]:
             adds[min(last, position + 1 + behind[writes])].append((layer, writes))
     return Schedule(selects, adds, [bool(half % 2 and blocks) for half, blocks in enumerate(behind)])
+
+
+def make_foresight(layers: int, blocks: float) -> Sequence[Sequence[Place]]:
+    """For each position that is read, [2 · layers], the projections whose input is guessed from it: those that read the
+    stream ``blocks`` later, or less at its beginning; none for 0 blocks.
+
+    Raises:
+        MisuseError: a distance that is not supported.
+    """
+    check_shift(dict.fromkeys(SETS, blocks))
+    guesses: list[list[Place]] = [[] for _ in range(2 * layers)]
+    for position in range(2 * layers):
+        if (early := max(0, position - round(2 * blocks))) < position:
+            guesses[early].append((position // 2, 2 * (position % 2)))
+    return guesses

@@ -17,6 +17,7 @@ from strataflux.kernels.kv_attention import (
     attend_reference,
     encoded_tiles,
     exact_spans,
+    expected_shares_reference,
     group_shares,
     refine_reference,
     select_groups,
@@ -172,6 +173,27 @@ def test_a_share_is_the_largest_sum_of_weights_among_the_heads_of_a_kv_head() ->
     # Some weight lies on tokens outside of tiles: shares are of all tokens.
     shares = group_shares(weights.log() + 2, torch.full((4,), 2.0), torch.ones(4), 2, 2)
     torch.testing.assert_close(shares, torch.tensor([[0.4, 0.1], [0.2, 0.5]]))
+
+
+@pytest.mark.parametrize("expected", [expected_shares_reference, kv_attention_cpu.expected_shares])
+@pytest.mark.parametrize("form", FORMS)
+def test_expected_shares_are_those_of_all_tokens_but_the_newest(
+    expected: Callable[[Tensor, KvLayer], Tensor], form: KvFormat
+) -> None:
+    case = make_case(form, (700, 300, 257, 100))
+    # Whatever lies in the newest token's place has no say.
+    newest = [(exact_spans(length)[1] or exact_spans(length)[0]) - 1 for length in case.layer.lengths]
+    for index, at in enumerate(newest):
+        part = case.layer.tail_keys if exact_spans(case.layer.lengths[index])[1] else case.layer.sink_keys
+        part[index, :, at] = 100
+    found = expected(case.queries, case.layer)
+    shorter = replace(case.layer, lengths=(699, 299, 256, 99))
+    resident = attend_reference(case.queries, shorter)
+    right = group_shares(resident.logits, resident.maximum, resident.total, 2, form.group_tokens)
+    torch.testing.assert_close(found[:2, :, : right.shape[-1]], right[:2], rtol=2e-3, atol=1e-5)
+    # At 257 tokens a tile is encoded that one token less had exact.
+    assert float(found[2].sum()) > 0
+    assert not found[3].any()
 
 
 def test_the_strongest_groups_first_and_short_sequences_filled_up() -> None:
