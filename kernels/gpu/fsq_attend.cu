@@ -36,11 +36,12 @@ struct Scores {
   typedef typename Sum<KIND>::Type Value;
   static const int CHUNKS = (BYTES + 15) / 16, STEPS_A_CHUNK = KIND == HALF ? 2 : 1, STEPS = CHUNKS * STEPS_A_CHUNK;
   static const int STEP_BYTES = D * 32, IMAGE = STEPS * STEP_BYTES, BLOCK = 64 * BYTES, PAIRS = D / 16;
-  static const int TURN = 4 * D, AT_CODES = IMAGE, AT_TURNS = AT_CODES + TEAMS * BLOCK, AT_AFFINE = AT_TURNS + TEAMS * 2 * TURN;
-  static const int AT_GAMMA = AT_AFFINE + 8 * D, AT_BARRIERS = AT_GAMMA + 2 * D, SHARED = AT_BARRIERS + 8 * (TEAMS + 1);
+  static const int TURN = 2 * D, AT_CODES = IMAGE, AT_TURNS = AT_CODES + TEAMS * BLOCK, AT_AFFINE = AT_TURNS + TEAMS * 2 * TURN;
+  static const int QUERY = D / 2 + 4;  // words of a head's query: so far apart that eight rows never meet in a bank
+  static const int AT_GAMMA = AT_AFFINE + 8 * D, AT_QUERIES = AT_GAMMA + 2 * D, AT_BARRIERS = AT_QUERIES + 8 * 4 * QUERY;
 
   // A block's codes, and the turns of its first position, which are read longer: they have two places.
-  static __device__ __forceinline__ void fetch(u8* shared, int team, u32 place, const u8* codes, const float4* base, int tile) {
+  static __device__ __forceinline__ void fetch(u8* shared, int team, u32 place, const u8* codes, const uint2* base, int tile) {
     u64* barrier = (u64*)(shared + AT_BARRIERS) + team;
     expect_bytes(barrier, BLOCK + TURN);
     copy_bytes(shared + AT_CODES + team * BLOCK, codes + (u64)tile * BLOCK, BLOCK, barrier);
@@ -72,6 +73,7 @@ struct Scores {
   // Rows of a block of codes times the decoder: while four steps run, the next four are unpacked.
   static __device__ __forceinline__ void rebuild(Value (&acc)[D / 2], const u8* codes, const u8* image, int token, int c) {
     u32 a[2][4][4];
+    const u64 start = tile_at<D>(image);
 #pragma unroll
     for (int i = 0; i < D / 2; i++) acc[i] = KIND == INT8 ? (Value)MAGIC_BITS : (Value)0;
 #pragma unroll
@@ -81,7 +83,7 @@ struct Scores {
       hold(acc);
       begin_products();
 #pragma unroll
-      for (int i = 0; i < count; i++) product<KIND, D>(acc, a[turn][i], tile_at<D>(image + (first + i) * STEP_BYTES));
+      for (int i = 0; i < count; i++) product<KIND, D>(acc, a[turn][i], step_of(start, (first + i) * STEP_BYTES));
       commit_products();
       if (first + 4 < STEPS) finish_products<1>();
     }
@@ -89,18 +91,18 @@ struct Scores {
     hold(acc);
   }
 
-  // Logits of this lane's two tokens (2c and 2c + 1 of the heads in found[0], found[1]; the second token's behind).
+  // Logits of this lane's two tokens: of heads 2c and 2c + 1 for the first, then for the second.
   static __device__ __forceinline__ void score(
-      float (&found)[4], const Value (&acc)[D / 2], const float4* affine, const u32* gamma, const float4* turned,
-      const u32 (&cosine)[2][PAIRS], const u32 (&sine)[2][PAIRS], const u32 (&query)[2][PAIRS], float2 scalar, int c) {
-    float square[2] = {}, other[4] = {};
+      float (&found)[4], const Value (&acc)[D / 2], const float4* affine, const u32* gamma, const uint2* turned,
+      const u32 (&cosine)[2][PAIRS], const u32 (&sine)[2][PAIRS], const u32* query, float2 scalar, int c) {
+    float squares[4] = {}, other[4] = {};
 #pragma unroll
     for (int i = 0; i < 4; i++) found[i] = 0;
 #pragma unroll
     for (int j = 0; j < PAIRS; j++) {
       const float4 first = affine[4 * j + c], second = affine[4 * (j + PAIRS) + c];
-      const float4 turn = turned[4 * j + c];  // cosine and sine of two channels at the block's first position
-      u32 a[4];
+      const uint2 turn = turned[4 * j + c];  // cosines and sines of two channels at the block's first position
+      u32 a[4], squared[4];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const float x0 = as_float(acc[4 * j + 2 * r]) * first.x + first.y;
@@ -109,26 +111,21 @@ struct Scores {
         const float y1 = as_float(acc[4 * (j + PAIRS) + 2 * r + 1]) * second.z + second.w;
         u32 x = halves(x0, x1), y = halves(y0, y1);
         if (NORM) {
-          square[r] += x0 * x0 + x1 * x1 + y0 * y0 + y1 * y1;
+          squared[r] = multiply_halves(x, x), squared[r + 2] = multiply_halves(y, y);
           x = multiply_halves(x, gamma[4 * j + c]), y = multiply_halves(y, gamma[4 * (j + PAIRS) + c]);
         }
-        a[r] = fma_halves(x, cosine[r][j], multiply_halves(y, sine[r][j] ^ 0x80008000u));
+        a[r] = fma_halves(x, cosine[r][j], minus_halves(multiply_halves(y, sine[r][j])));
         a[r + 2] = fma_halves(y, cosine[r][j], multiply_halves(x, sine[r][j]));
       }
-      const float p0 = low_half(query[0][j]), p1 = high_half(query[0][j]);
-      const float q0 = low_half(query[1][j]), q1 = high_half(query[1][j]);
-      const u32 b0 = halves(p0 * turn.x + q0 * turn.y, p1 * turn.z + q1 * turn.w);
-      const u32 b1 = halves(q0 * turn.x - p0 * turn.y, q1 * turn.z - p1 * turn.w);
+      const u32 p = query[4 * j + c], q = query[4 * (j + PAIRS) + c];
+      const u32 b0 = fma_halves(p, turn.x, multiply_halves(q, turn.y));
+      const u32 b1 = fma_halves(q, turn.x, minus_halves(multiply_halves(p, turn.y)));
+      if (NORM) multiply(squares, squared, 0x3C003C00u, 0x3C003C00u);  // times ones: sums over all channels
       multiply(j % 2 ? other : found, a, b0, b1);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float scale = scalar.y;
-      if (NORM) {
-        square[r] += __shfl_xor_sync(EVERY, square[r], 1);
-        square[r] += __shfl_xor_sync(EVERY, square[r], 2);
-        scale *= rsqrtf(square[r] * (1.0f / D) + scalar.x);
-      }
+      const float scale = NORM ? scalar.y * rsqrtf(squares[2 * r] * (1.0f / D) + scalar.x) : scalar.y;
       found[2 * r] = (found[2 * r] + other[2 * r]) * scale;
       found[2 * r + 1] = (found[2 * r + 1] + other[2 * r + 1]) * scale;
     }
@@ -138,8 +135,8 @@ struct Scores {
 // Logits for powers of two, [batch, heads, blocks · 64]; those of tokens beyond a sequence's length mean nothing.
 template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, bool NORM>
 __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
-    const u8* codes, const u8* images, const float4* affine, const u32* gamma, const float2* scalars, const float4* base,
-    const u32* inner, const u16* queries, const int* lengths, float* scores, int kv_heads, int splits, int blocks) {
+    const u8* codes, const u8* images, const float4* affine, const u32* gamma, const float2* scalars, const uint2* base,
+    const u32* inner, const u32* queries, const int* lengths, float* scores, int kv_heads, int splits, int blocks) {
   typedef Scores<KIND, D, BYTES, GROUP, TEAMS, NORM> Of;
   const int PAIRS = Of::PAIRS;
 #ifdef HOST_EMULATION
@@ -159,6 +156,11 @@ __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
   for (int i = threadIdx.x; i < 2 * D; i += 128 * TEAMS)
     ((float*)(shared + Of::AT_AFFINE))[i] = ((const float*)affine)[head * 2 * D + i];
   for (int i = threadIdx.x; i < D / 2; i += 128 * TEAMS) ((u32*)(shared + Of::AT_GAMMA))[i] = gamma[i];
+  for (int i = threadIdx.x; i < 4 * D; i += 128 * TEAMS) {
+    const int row = i / (D / 2), at = i % (D / 2);
+    const u32 word = row < GROUP ? queries[((sequence * kv_heads + head) * GROUP + row) * (D / 2) + at] : 0;
+    ((u32*)(shared + Of::AT_QUERIES))[row * Of::QUERY + at] = word;
+  }
   __syncthreads();
 
   const int tiles = (lengths[sequence] + 63) / 64;
@@ -172,14 +174,13 @@ __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
   if (threadIdx.x % 128 == 0 && first + team < last) Of::fetch(shared, team, 0, from, base, first + team);
 
   const int token = 16 * warp + g;
-  u32 cosine[2][PAIRS], sine[2][PAIRS], query[2][PAIRS];
+  u32 cosine[2][PAIRS], sine[2][PAIRS];
 #pragma unroll
   for (int j = 0; j < PAIRS; j++) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       cosine[r][j] = inner[(token + 8 * r) * (D / 4) + 4 * j + c];
       sine[r][j] = inner[(64 + token + 8 * r) * (D / 4) + 4 * j + c];
-      query[r][j] = g < GROUP ? ((const u32*)queries)[((sequence * kv_heads + head) * GROUP + g) * (D / 2) + 4 * (j + r * PAIRS) + c] : 0;
     }
   }
   const float2 scalar = scalars[head];
@@ -194,7 +195,8 @@ __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
     if (threadIdx.x % 128 == 0 && tile + TEAMS < last) Of::fetch(shared, team, parity ^ 1, from, base, tile + TEAMS);
     float found[4];
     Of::score(found, acc, (const float4*)(shared + Of::AT_AFFINE), (const u32*)(shared + Of::AT_GAMMA),
-              (const float4*)(shared + Of::AT_TURNS + (2 * team + parity) * Of::TURN), cosine, sine, query, scalar, c);
+              (const uint2*)(shared + Of::AT_TURNS + (2 * team + parity) * Of::TURN), cosine, sine,
+              (const u32*)(shared + Of::AT_QUERIES) + g * Of::QUERY, scalar, c);
     float* to = scores + ((u64)(sequence * kv_heads + head) * GROUP + 2 * c) * blocks * 64 + tile * 64 + token;
 #pragma unroll
     for (int i = 0; i < 2; i++)

@@ -39,7 +39,7 @@ class FsqDecoder:
         affine: [kv_heads, head_dim, 2] float32: s and t.
         gamma: [head_dim] float16, the norm's weights; ones where keys are not normed.
         scalars: [kv_heads, 2] float32: what is added to the mean of squares, and the scale of logits.
-        base: [blocks, head_dim / 2, 2] float32: cosine and sine of a block's first position.
+        base: [blocks, head_dim / 4, 2, 2] float16: cosines, then sines, of two channels at a block's first position.
         inner: [2, 64, head_dim / 2] float16: cosines, then sines, of a token's place in its block.
         value_decoder: [kv_heads, head_dim, 64-padded width] float32; ``value_bias`` with what centres are off.
     """
@@ -134,5 +134,6 @@ def _scalars(heads: FsqHeads, unit: Tensor) -> Tensor:
 def _turns(frequencies: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     first = torch.arange(blocks, dtype=torch.float64)[:, None] * BLOCK_TOKENS * frequencies.double()
     inside = torch.arange(BLOCK_TOKENS, dtype=torch.float64)[:, None] * frequencies.double()
-    base = torch.stack([first.cos(), first.sin()], -1).float().contiguous()
+    pairs = [t.view(blocks, -1, 2) for t in (first.cos(), first.sin())]
+    base = torch.stack(pairs, -2).half().contiguous()
     return base, torch.stack([inside.cos(), inside.sin()]).half().contiguous()

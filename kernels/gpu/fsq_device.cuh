@@ -38,12 +38,16 @@ __device__ __forceinline__ void product(u32 (&acc)[N / 2], const u32 (&a)[4], u6
   if constexpr (N == 64) PRODUCT_64("+r", "m64n64k32.s32.u8.s8", "");
   if constexpr (N == 128) PRODUCT_128("+r", "m64n128k32.s32.u8.s8", "");
 }
-template <typename Value, int N>
-__device__ __forceinline__ void hold(Value (&acc)[N]) {
+// Nothing about these registers moves across.
+template <int N>
+__device__ __forceinline__ void hold(float (&acc)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; i++)
-    if constexpr (sizeof(Value) == 4 && Value(0.5f) != Value(0)) asm volatile("" : "+f"(acc[i])::"memory");
-    else asm volatile("" : "+r"(acc[i])::"memory");
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(acc[i])::"memory");
+}
+template <int N>
+__device__ __forceinline__ void hold(u32 (&acc)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+r"(acc[i])::"memory");
 }
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -58,6 +62,7 @@ template <int N>
 __device__ __forceinline__ u64 tile_at(const void* pointer) {
   return (u64)(shared_address(pointer) >> 4) | (u64)N << 16 | (u64)8 << 32;
 }
+__device__ __forceinline__ u64 step_of(u64 tile, u32 bytes) { return tile + (bytes >> 4); }
 
 // Copies of multiples of 16 bytes into shared memory that count on a barrier there.
 __device__ __forceinline__ void make_barrier(u64* barrier) {
@@ -90,16 +95,6 @@ __device__ __forceinline__ u32 halves(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
-__device__ __forceinline__ float low_half(u32 v) {
-  float f;
-  asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(f) : "r"(v));
-  return f;
-}
-__device__ __forceinline__ float high_half(u32 v) {
-  float f;
-  asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(v));
-  return f;
-}
 __device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) {
   u32 v;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
@@ -108,6 +103,11 @@ __device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) {
 __device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
   u32 v;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+__device__ __forceinline__ u32 minus_halves(u32 a) {
+  u32 v;
+  asm("neg.f16x2 %0, %1;" : "=r"(v) : "r"(a));
   return v;
 }
 __device__ __forceinline__ float power(float x) {

@@ -15,6 +15,7 @@ template <typename Value, int N>
 static void hold(Value (&)[N]) {}
 template <int N>
 static unsigned long long tile_at(const void* pointer) { return (unsigned long long)pointer; }
+static unsigned long long step_of(unsigned long long tile, unsigned int bytes) { return tile + bytes; }
 
 static float fp8_value(unsigned int bits) {
   const int exponent = bits >> 3 & 15, mantissa = bits & 7;
@@ -60,4 +61,5 @@ static void wait_for_bytes(unsigned long long*, unsigned int) {}
 static unsigned int multiply_halves(unsigned int a, unsigned int b) {
   return halves(low_half(a) * low_half(b), high_half(a) * high_half(b));
 }
+static unsigned int minus_halves(unsigned int a) { return a ^ 0x80008000u; }
 static float rsqrtf(float x) { return 1 / std::sqrt(x); }
