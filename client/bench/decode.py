@@ -7,7 +7,7 @@ bare, and refined from a store of random records in pinned memory, at a ladder o
 import gc
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -25,7 +25,7 @@ from strataflux.client.runtime.shifted import SHIFTS
 from strataflux.kernels.refine import record_bytes
 from strataflux.kernels.topk import selected_count
 
-__all__ = ["DecodeSetup", "Row", "bench_decode"]
+__all__ = ["DecodeSetup", "PinnedRecords", "Row", "bench_decode"]
 
 Row = dict[str, Any]
 
@@ -49,6 +49,8 @@ class DecodeSetup:
     """Position of the first token: what was before is zeros."""
     programs: int = 64
     early: bool = True
+    hot_bytes: int = 0
+    """Device memory for the records used most."""
 
 
 def bench_decode(
@@ -70,28 +72,29 @@ def bench_decode(
     for row in bench.baselines() if setup.baselines else ():
         reference = reference or row["tokens_per_second"]
         add(row | {"of_bf16": row["tokens_per_second"] / reference})
-    block = DeviceBlock(device)
-    with _Store(config, block) as store:
+    with PinnedRecords(config, device, setup.hot_bytes) as records:
         for base in setup.bases:
-            for row in bench.base(base, block):
+            for row in bench.base(base, records):
                 rate = row.get("tokens_per_second")
                 ratio = {"of_bf16": rate / reference} if reference and rate else {}
-                add(row | ratio | {"access": store.access})
+                add(row | ratio | {"access": records.store.access})
     return rows
 
 
-class _Store:
-    """``with``: the whole store is there inside."""
+class PinnedRecords:
+    """``with``: a whole store of random records is there inside, and ``block`` shows it."""
 
-    def __init__(self, config: ModelConfig, block: DeviceBlock) -> None:
-        self._store = PinnedStore(store_sections(config), random_records(), block)
+    def __init__(self, config: ModelConfig, device: torch.device, hot_bytes: int = 0) -> None:
+        """Begin to make it, for the weights of a shape."""
+        self.block = DeviceBlock(device)
+        self.store = PinnedStore(store_sections(config), random_records(), self.block, hot_bytes=hot_bytes)
 
-    def __enter__(self) -> PinnedStore:
-        self._store.wait()
-        return self._store
+    def __enter__(self) -> Self:
+        self.store.wait()
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self._store.close()
+        self.store.close()
 
 
 class _Bench:
@@ -111,7 +114,7 @@ class _Bench:
             del model
             _tidy()
 
-    def base(self, base: Base, block: DeviceBlock) -> Iterator[Row]:
+    def base(self, base: Base, records: PinnedRecords) -> Iterator[Row]:
         """The base alone, then refined: budgets at each shift, and the largest budget that keeps the share."""
         model = random_model(self._config, base, self._device)
         bits, group = BASES[base]
@@ -120,14 +123,14 @@ class _Bench:
         for shift in self._setup.shifts:
             measured: dict[int, Row] = {}
             for k in self._setup.budgets:
-                measured[k] = yield from self._refined(model, block, base, k, shift, alone)
-            largest = yield from self._largest(model, block, base, shift, alone, measured)
+                measured[k] = yield from self._refined(model, records, base, k, shift, alone)
+            largest = yield from self._largest(model, records, base, shift, alone, measured)
             yield {"name": f"{base}, largest k", "shift": shift, "k": largest, "share": self._setup.share}
         del model
         _tidy()
 
     def _largest(
-        self, model: DeviceModel, block: DeviceBlock, base: str, shift: float, alone: Row, measured: dict[int, Row]
+        self, model: DeviceModel, records: PinnedRecords, base: str, shift: float, alone: Row, measured: dict[int, Row]
     ) -> Generator[Row, None, int]:
         """Doubling, then bisection; a larger budget is taken to be slower. 0: not even one channel."""
         fits, fails = 0, self._setup.largest + 1
@@ -135,7 +138,7 @@ class _Bench:
             k = max(1, 2 * fits) if fails > self._setup.largest else (fits + fails) // 2
             k = min(k, fails - 1)
             if k not in measured:
-                measured[k] = yield from self._refined(model, block, base, k, shift, alone)
+                measured[k] = yield from self._refined(model, records, base, k, shift, alone)
             if measured[k]["of_base"] >= self._setup.share:
                 fits = k
             else:
@@ -143,10 +146,10 @@ class _Bench:
         return fits
 
     def _refined(
-        self, model: DeviceModel, block: DeviceBlock, base: str, k: int, shift: float, alone: Row
+        self, model: DeviceModel, records: PinnedRecords, base: str, k: int, shift: float, alone: Row
     ) -> Generator[Row, None, Row]:
         """One row, which is also the result."""
-        found = self._time(model, block, Budget.common(k, shift, self._setup.programs))
+        found = self._time(model, records, Budget.common(k, shift, self._setup.programs))
         size = _record_bytes(self._config, k)
         row = {"name": f"{base}, refined", "k": k, "shift": shift, "record_bytes": size, **found}
         row["of_base"] = found["tokens_per_second"] / alone["tokens_per_second"]
@@ -154,14 +157,21 @@ class _Bench:
         yield row
         return row
 
-    def _time(self, model: DeviceModel, block: DeviceBlock | None, budget: Budget) -> Row:
+    def _time(self, model: DeviceModel, records: PinnedRecords | None, budget: Budget) -> Row:
         setup = self._setup
         context = setup.start + setup.tokens
-        decoder = make_decoder(model, context, block, budget, early=setup.early)
-        rate = tokens_per_second(decoder, setup.tokens, setup.rounds, setup.start)
+        decoder = make_decoder(model, context, records.block if records else None, budget, early=setup.early)
+        hot = records.store.hot if records else None
+        before = (hot.hits, hot.misses) if hot else (0, 0)
+        between = records.store.refresh if records and hot else lambda: None
+        rate = tokens_per_second(decoder, setup.tokens, setup.rounds, setup.start, between)
         del decoder
         _tidy()
-        return {"tokens_per_second": rate, "milliseconds": 1e3 / rate}
+        found: Row = {"tokens_per_second": rate, "milliseconds": 1e3 / rate}
+        if hot:
+            hits, misses = hot.hits - before[0], hot.misses - before[1]
+            found |= {"hot_bytes": hot.bytes, "hot_share": hits / max(1, hits + misses)}
+        return found
 
 
 def _record_bytes(config: ModelConfig, k: int) -> int:

@@ -45,6 +45,8 @@ class LongSetup:
     bases: tuple[Base, ...] = ("4-bit",)
     tokens: int = 64
     rounds: int = 5
+    hot_bytes: int = 0
+    """Device memory for the records used most."""
 
     def __post_init__(self) -> None:
         if self.start % TILE_TOKENS or self.tokens > TILE_TOKENS:
@@ -105,10 +107,13 @@ def _time(
         _fill(cache, setup.start)
     if cache is None or block is None:
         return _rate(decoder, setup) | also(decoder)
-    store = _pinned(cache, block)
+    store = _pinned(cache, block, setup.hot_bytes)
     try:
-        found, access = _rate(decoder, setup), store.access
+        found, access = _rate(decoder, setup, store.refresh if store.hot else lambda: None), store.access
         found |= also(decoder)
+        if store.hot:
+            used = store.hot.hits + store.hot.misses
+            found |= {"hot_bytes": store.hot.bytes, "hot_share": store.hot.hits / max(1, used)}
         lookups, hits = block.weight_lookups()  # the table counts as one of weights
     finally:
         decoder.wait()
@@ -116,8 +121,8 @@ def _time(
     return {**found, "access": access, "hit_rate": hits / lookups if lookups else None}
 
 
-def _rate(decoder: GraphDecoder, setup: LongSetup) -> dict[str, Any]:
-    rate = tokens_per_second(decoder, setup.tokens, setup.rounds, setup.start)
+def _rate(decoder: GraphDecoder, setup: LongSetup, between: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    rate = tokens_per_second(decoder, setup.tokens, setup.rounds, setup.start, between)
     return {"tokens_per_second": rate, "milliseconds": 1e3 / rate}
 
 
@@ -130,7 +135,7 @@ def _fill(cache: LowBitCache, length: int) -> None:
         cache.extend(position, keys, values)
 
 
-def _pinned(cache: LowBitCache, block: DeviceBlock) -> PinnedStore:
+def _pinned(cache: LowBitCache, block: DeviceBlock, hot_bytes: int) -> PinnedStore:
     """Random records of all blocks, which the cache's look-ups find."""
     blocks = cache.blocks
     count = blocks.records_a_block
@@ -139,7 +144,7 @@ def _pinned(cache: LowBitCache, block: DeviceBlock) -> PinnedStore:
         for place in range(blocks.capacity)
     ]
     blocks.bases[:] = torch.arange(blocks.capacity).numpy() * count
-    store = PinnedStore(sections, random_records(), block)
+    store = PinnedStore(sections, random_records(), block, hot_bytes=hot_bytes)
     try:
         store.wait()
     except BaseException:

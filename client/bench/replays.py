@@ -32,8 +32,12 @@ def microseconds(body: Callable[[], object], *, replays: int = 15) -> float:
     return float(statistics.median(begin.elapsed_time(end) * 1e3 for begin, end in events))
 
 
-def tokens_per_second(decoder: GraphDecoder, tokens: int, rounds: int, start: int = 0) -> float:
-    """Median over rounds of ``tokens`` steps, each appending what the one before chose, from position ``start`` on."""
+def tokens_per_second(
+    decoder: GraphDecoder, tokens: int, rounds: int, start: int = 0, between: Callable[[], object] = lambda: None
+) -> float:
+    """Median over rounds of ``tokens`` steps, each appending what the one before chose, from position ``start`` on;
+    ``between`` is called after each is queued, and its time counts.
+    """
     rates = []
     for _ in range(rounds + 1):  # the first round warms up and does not count
         decoder.position = max(decoder.position, start)
@@ -42,6 +46,7 @@ def tokens_per_second(decoder: GraphDecoder, tokens: int, rounds: int, start: in
         began = time.perf_counter()
         for _ in range(tokens):
             decoder.launch()
+            between()
         decoder.wait()
         rates.append(tokens / (time.perf_counter() - began))
     return statistics.median(rates[1:])

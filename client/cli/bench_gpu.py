@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from strataflux.client.cli.kv_options import FractionOption, GroupOption, KvOption, RefineKvOption, parse_kv
-from strataflux.client.cli.options import JsonOption
+from strataflux.client.cli.options import HotTierOption, JsonOption, parse_cache
 from strataflux.client.cli.output import Output
 from strataflux.client.errors import MisuseError
 
 if TYPE_CHECKING:
     import torch
+
+    from strataflux.client.kv_options import KvOptions
+    from strataflux.client.runtime.cuda.random_model import Base
 
 __all__ = ["decode", "kernels"]
 
@@ -32,6 +35,7 @@ def decode(
     context: Annotated[int, typer.Option(min=0, help="Position of the first token.")] = 0,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens a round.")] = 64,
     programs: Annotated[int, typer.Option(min=1, help="Programs that read over the link.")] = 64,
+    hot_tier: HotTierOption = None,
     kv: KvOption = None,
     refine_kv: RefineKvOption = "4/4",
     group: GroupOption = 4,
@@ -45,16 +49,13 @@ def decode(
     from strataflux.client.bench.decode import DecodeSetup, Row, bench_decode
     from strataflux.client.bench.long_context import LongSetup, bench_long_context
     from strataflux.client.runtime.cuda.device import explained
-    from strataflux.client.runtime.cuda.random_model import BASES, Base, shape_of
+    from strataflux.client.runtime.cuda.random_model import shape_of
     from strataflux.client.runtime.shifted import SHIFTS
 
-    output = Output(as_json)
-    for name in base or ():
-        if name not in BASES:
-            raise MisuseError("--base", repr(name), ", ".join(BASES), "choose among these")
-    bases: tuple[Base, ...] = tuple(base) if base else ("4-bit", "3-bit")  # type: ignore[arg-type]
+    output, bases = Output(as_json), _bases(base)
     options = None if kv is None else parse_kv(kv, refine_kv, group, fraction, False)
-    long = None if options is None else LongSetup(options, context, bases, tokens)
+    hot_bytes = 0 if hot_tier is None else _hot_bytes(hot_tier, shape, options, context + tokens)
+    long = None if options is None else LongSetup(options, context, bases, tokens, hot_bytes=hot_bytes)
     setup = DecodeSetup(
         bases=bases,
         budgets=tuple(k) if k else (8, 16),
@@ -62,6 +63,7 @@ def decode(
         start=context,
         tokens=tokens,
         programs=programs,
+        hot_bytes=hot_bytes,
     )
     chosen = _cuda(device)
 
@@ -74,6 +76,25 @@ def decode(
         else:
             rows = bench_long_context(shape_of(shape), long, chosen, told)
     output.result({"shape": shape, "rows": rows, **_where(chosen)})
+
+
+def _bases(asked: list[str] | None) -> "tuple[Base, ...]":
+    from strataflux.client.runtime.cuda.random_model import BASES
+
+    for name in asked or ():
+        if name not in BASES:
+            raise MisuseError("--base", repr(name), ", ".join(BASES), "choose among these")
+    return tuple(asked) if asked else ("4-bit", "3-bit")  # type: ignore[arg-type]
+
+
+def _hot_bytes(asked: str, shape: str, kv: "KvOptions | None", context: int) -> int:
+    from strataflux.client.runtime.cuda.random_model import shape_of
+    from strataflux.client.runtime.models import SETS
+    from strataflux.client.schemes import store_slot_bytes
+
+    config = shape_of(shape)
+    whole = store_slot_bytes(config, SETS) if kv is None else kv.slots_of(config, context)
+    return parse_cache(asked, whole, "--hot-tier")
 
 
 def kernels(

@@ -17,15 +17,18 @@ from strataflux.client.cli.kv_options import (
 )
 from strataflux.client.cli.options import (
     ChannelsOption,
+    HotTierOption,
     JsonOption,
     MissOption,
     PreparedArgument,
     RuntimeDirOption,
+    parse_cache,
     parse_miss,
     refined_by,
 )
 from strataflux.client.cli.output import Output, print_note, progress
 from strataflux.client.errors import DaemonUnavailableError, MisuseError, RefusedError
+from strataflux.client.schemes import store_slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,6 +64,7 @@ def _command(
     platform: Annotated[
         str, typer.Option("--platform", help="With cuda: unified (a daemon's cache) or dedicated (all records pinned).")
     ] = "unified",
+    hot_tier: HotTierOption = None,
     kv: KvOption = None,
     refine_kv: RefineKvOption = "4/4",
     group: GroupOption = 4,
@@ -87,7 +91,7 @@ def _command(
     if device == "cuda":
         if not isinstance(policy, Skip):
             raise MisuseError("--miss", miss, "skip", "a captured step waits for nothing; use --device cpu")
-        said = _on_cuda(prepared, text, sampling, k, platform, runtime_dir, require_daemon, cache)
+        said = _on_cuda(prepared, text, sampling, k, platform, runtime_dir, require_daemon, cache, hot_tier)
     else:
         said = _on_cpu(prepared, text, sampling, k, policy, runtime_dir, require_daemon, cache)
     output.result(said | refined_by(prepared.manifest, k))
@@ -207,10 +211,14 @@ def _on_cuda(
     runtime_dir: "Path | None",
     required: bool,
     kv: "KvOptions | None",
+    hot_tier: str | None,
 ) -> dict[str, Any]:
     from strataflux.client.cli.generate_device import DeviceRun, tokens_on, told_of
 
-    run = DeviceRun(platform, k, runtime_dir, required, text.max_tokens, sampling, kv)
+    hot_bytes = 0
+    if hot_tier is not None:
+        hot_bytes = parse_cache(hot_tier, store_slot_bytes(prepared.config, prepared.sets), "--hot-tier")
+    run = DeviceRun(platform, k, runtime_dir, required, text.max_tokens, sampling, kv, hot_bytes)
     with ExitStack() as stack:
         tokens, decoder = tokens_on(stack, prepared, text.given, run, text.stop)
         said = {"text": text.tell(tokens)} | told_of(decoder, run)

@@ -28,7 +28,7 @@ class DeviceRun:
     """What is asked for, beside the model and the text.
 
     Raises:
-        MisuseError: on construction: there is no such platform, or it does not refine a KV cache.
+        MisuseError: on construction: there is no such platform, or it does not refine a KV cache, or has no hot tier.
     """
 
     platform: str
@@ -40,6 +40,8 @@ class DeviceRun:
     sampling: Sampling
     kv: KvOptions | None = None
     """How keys and values are kept; None keeps them in float16."""
+    hot_bytes: int = 0
+    """Device memory for the records that are used most; dedicated."""
 
     def __post_init__(self) -> None:
         if self.platform not in PLATFORMS:
@@ -51,6 +53,9 @@ class DeviceRun:
         ):
             found = f"{self.kv.refine_key_bits}/{self.kv.refine_value_bits} with --platform dedicated"
             raise MisuseError("--refine-kv", found, "0/0, since no daemon takes records", "pass --refine-kv 0/0")
+        if self.hot_bytes and self.platform != "dedicated":
+            found = f"a hot tier with --platform {self.platform}"
+            raise MisuseError("--hot-tier", found, "--platform dedicated", "leave --hot-tier away, or pin the store")
 
 
 def device_budget(prepared: PreparedModel, run: DeviceRun) -> Budget:
@@ -80,7 +85,7 @@ def tokens_on(
         raise MisuseError("prompt", "no tokens", "at least one", "give some text")
     device, context = require_cuda(), len(given) + run.max_tokens
     budget = device_budget(prepared, run)
-    require_memory(device, memory_need(prepared.config, prepared.bits_per_weight, context, run.kv))
+    require_memory(device, memory_need(prepared.config, prepared.bits_per_weight, context, run.kv, run.hot_bytes))
     with explained("--device cuda"):
         with progress("reading the model"):
             model = load_prepared(prepared, device)
@@ -88,7 +93,7 @@ def tokens_on(
             DeviceDecoder(prepared, model, context=context, budget=budget, sampling=run.sampling, kv=run.kv)
         )
         if run.platform == "dedicated":
-            decoder.pin()
+            decoder.pin(run.hot_bytes)
         else:
             _attach(decoder, run)
     return _tokens(decoder, given, run.max_tokens, stop), decoder

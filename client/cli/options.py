@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChannelsOption",
+    "HotTierOption",
     "JsonOption",
     "MissOption",
     "PreparedArgument",
@@ -39,7 +40,9 @@ ChannelsOption = Annotated[
     int | None,
     typer.Option("--k", min=0, max=1024, help="Refined channels per 1,024.", show_default="the prepared model's"),
 ]
-MissOption = Annotated[str, typer.Option("--miss", help="What is not in the cache: skip, wait:MILLISECONDS, or budget:PERCENT% of a step.")]
+MissOption = Annotated[
+    str, typer.Option("--miss", help="What is not in the cache: skip, wait:MILLISECONDS, or budget:PERCENT% of a step.")
+]
 RuntimeDirOption = Annotated[
     Path | None, typer.Option("--runtime-dir", help="Folder of a running daemon.", show_default=False)
 ]
@@ -47,6 +50,14 @@ WeightCacheOption = Annotated[
     str | None,
     typer.Option(
         "--weight-cache", help="RAM of the daemon's weight cache: bytes, or % of the store.", show_default="25%"
+    ),
+]
+HotTierOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hot-tier",
+        help="Device memory for the most used records of a pinned store: bytes, or % of it.",
+        show_default="0",
     ),
 ]
 

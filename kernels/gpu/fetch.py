@@ -12,10 +12,11 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from strataflux.kernels.gpu.select import Selection
 
-__all__ = ["PIECE_BYTES", "Staging", "fetch"]
+__all__ = ["PIECE_BYTES", "Staging", "copy_records", "fetch"]
 
 PIECE_BYTES: Final = 16
 """Slots, records in them and rows are whole pieces of so many bytes."""
@@ -94,3 +95,25 @@ def fetch(staging: Staging, programs: int) -> None:
         WORDS=_WORDS,
         num_warps=4,
     )
+
+
+@triton.jit
+def _copy(sources: tl.tensor, targets: tl.tensor, words: tl.tensor, WORDS: tl.constexpr) -> None:
+    # Slots begin at multiples of 256 bytes, which the compiler cannot know.
+    source = tl.multiple_of(tl.load(sources + tl.program_id(0)).to(tl.pointer_type(tl.int32)), 256)
+    target = tl.multiple_of(tl.load(targets + tl.program_id(0)).to(tl.pointer_type(tl.int32)), 256)
+    for start in range(0, words, WORDS):
+        word = start + tl.arange(0, WORDS)
+        tl.store(target + word, tl.load(source + word, mask=word < words), mask=word < words)
+
+
+def copy_records(sources: Tensor, targets: Tensor, size: int) -> None:
+    """Copy whole slots, between steps. Queued on the current stream.
+
+    Args:
+        sources: [records] int64 addresses that the device reaches: of slots.
+        targets: [records] int64 addresses in device memory, likewise; all different.
+        size: bytes of a slot, a multiple of 256.
+    """
+    if sources.numel():
+        _copy[(sources.numel(),)](sources, targets, size // 4, WORDS=_WORDS, num_warps=4)

@@ -28,30 +28,34 @@ class MemoryNeed:
     weights: int
     embeddings: int
     cache: int
+    hot_tier: int = 0
 
     @property
     def total(self) -> int:
         """All of it, working memory included."""
-        return self.weights + self.embeddings + self.cache + _WORK_BYTES
+        return self.weights + self.embeddings + self.cache + self.hot_tier + _WORK_BYTES
 
     def __str__(self) -> str:
         parts = {
             "weights": self.weights,
             "embeddings and head": self.embeddings,
             "keys and values": self.cache,
+            "hot records": self.hot_tier,
             "work": _WORK_BYTES,
         }
-        return ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in parts.items())
+        return ", ".join(f"{size / _GIB:.2f} GiB for {name}" for name, size in parts.items() if size)
 
 
-def memory_need(config: ModelConfig, bits_per_weight: float, context: int, kv: KvOptions | None = None) -> MemoryNeed:
+def memory_need(
+    config: ModelConfig, bits_per_weight: float, context: int, kv: KvOptions | None = None, hot_bytes: int = 0
+) -> MemoryNeed:
     """What decoding ``context`` positions takes with projections of so many bits a weight."""
     outputs_inputs = [config.set_shape(name) for name in SETS]
     weights = config.layers * sum(outputs * inputs for outputs, inputs in outputs_inputs)
     embeddings = (1 if config.tied_head else 2) * 2 * config.vocabulary * config.hidden
     rotary = 8 * config.head_dim * context
     cache = HalfCache.bytes_for(config, context) if kv is None else LowBitCache.bytes_for(config, context, kv)
-    return MemoryNeed(int(weights * bits_per_weight / 8), embeddings, cache + rotary)
+    return MemoryNeed(int(weights * bits_per_weight / 8), embeddings, cache + rotary, hot_bytes)
 
 
 def require_cuda() -> torch.device:

@@ -2,7 +2,8 @@
 
 Records lie in slots as a cache would hold them, section after section, each from a page's begin. Directory, stamps and
 pages are device memory: nobody else evicts, so a look-up never crosses the link. Sections are filled and chunks of
-16 MiB registered by a thread; what is not there yet misses, and decoding begins at once.
+16 MiB registered by a thread; what is not there yet misses, and decoding begins at once. Where a hot tier is asked for,
+its slots come behind those (:mod:`strataflux.client.runtime.cuda.hot_tier`).
 """
 
 import mmap
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from strataflux.client import attach_block as ab
 from strataflux.client.errors import FailureError
 from strataflux.client.runtime.cuda.block import DeviceBlock
+from strataflux.client.runtime.cuda.hot_tier import HotTier
 from strataflux.client.runtime.cuda.maps import Reach, registered_reach
 from strataflux.kernels.cuda_build import CudaError
 from strataflux.kernels.gpu.host_memory import HostRegistration
@@ -30,6 +32,9 @@ Fill = Callable[[int, NDArray[np.uint8]], None]
 """Writes the records of section i into rows [count, slot bytes]."""
 
 _IN_CHUNK: Final = layout.SEGMENT_MIN_BYTES // layout.CACHE_PAGE_BYTES
+_CLOCK_AT: Final = layout.offset_of(layout.DAEMON_PAGE, "clock")
+_STEPS: Final = 16
+"""Between two looks at which records are hot: each makes the host wait for the device."""
 
 
 class PinnedStore:
@@ -39,7 +44,13 @@ class PinnedStore:
     """
 
     def __init__(
-        self, sections: Sequence[SectionSpec], fill: Fill, block: DeviceBlock, reach: Reach | None = None
+        self,
+        sections: Sequence[SectionSpec],
+        fill: Fill,
+        block: DeviceBlock,
+        reach: Reach | None = None,
+        *,
+        hot_bytes: int = 0,
     ) -> None:
         """Reserve the memory and begin to fill it.
 
@@ -48,6 +59,7 @@ class PinnedStore:
             fill: brings the records; called from another thread.
             block: the device's; from now on it shows this store as table 0.
             reach: is for tests.
+            hot_bytes: device memory for the hottest records, rounded up to 16 MiB.
 
         Raises:
             FailureError: there is not so much memory.
@@ -60,16 +72,21 @@ class PinnedStore:
         self.bytes = layout.round_up(pages * layout.CACHE_PAGE_BYTES, layout.SEGMENT_MIN_BYTES)
         self._memory = _reserve(self.bytes)
         self._rows = np.frombuffer(self._memory, np.uint8).reshape(-1, layout.CACHE_PAGE_BYTES)
-        units = self.bytes // layout.SLOT_UNIT_BYTES
-        self._stamps = torch.zeros(units, dtype=torch.int32, device=device)
-        self._directory = torch.from_numpy(_entries(sections, self._firsts).view(np.int32)).to(device)
+        units, entries = self.bytes // layout.SLOT_UNIT_BYTES, _entries(sections, self._firsts)
+        self.hot = HotTier(hot_bytes, _slots(sections), entries, self._address, units, device) if hot_bytes else None
+        """The hottest records, if there is room for them."""
+        self._chunk_count = (self.bytes + (self.hot.bytes if self.hot else 0)) // layout.SEGMENT_MIN_BYTES
+        slots = self._chunk_count * (layout.SEGMENT_MIN_BYTES // layout.SLOT_UNIT_BYTES)
+        self._stamps = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._directory = torch.from_numpy(entries.view(np.int32)).to(device)
         self._pages = torch.zeros(3, 4096, dtype=torch.uint8, device=device)
         self._stopping = threading.Event()
         # the filling thread
         self._chunks: list[HostRegistration | None] = []
         self._error: Exception | None = None
         # the stepping thread
-        self._shown = 0
+        self._shown = self._steps = self._clock = 0
+        self._tick()
         self._show()
         self._thread = threading.Thread(target=self._work, name="strataflux-pin", daemon=True)
         self._thread.start()
@@ -85,8 +102,12 @@ class PinnedStore:
         """Bytes that the device reaches by now."""
         return len(self._chunks) * layout.SEGMENT_MIN_BYTES
 
+    @property
+    def _address(self) -> int:
+        return int(self._rows.ctypes.data)
+
     def refresh(self) -> None:
-        """Show the device what is there by now; between steps.
+        """Show the device what is there by now, and every few steps let the hot tier adapt; between all steps.
 
         Raises:
             FailureError: the store could not be read, or not be registered.
@@ -99,6 +120,10 @@ class PinnedStore:
         if count != self._shown:
             self._block.set_bases(self._bases(count))
             self._shown = count
+        self._steps += 1
+        if self.hot is not None and self._steps % _STEPS == 0:
+            self.hot.adapt(self._directory, self._stamps, self._clock)
+            self._tick()
 
     def wait(self) -> None:
         """Wait until all of it is there, and show it. Raises as :meth:`refresh`."""
@@ -114,19 +139,26 @@ class PinnedStore:
             if (chunk := self._chunks.pop()) is not None:
                 chunk.close()
 
+    def _tick(self) -> None:
+        self._clock += 1
+        self._pages[0].view(torch.int32)[_CLOCK_AT // 4] = self._clock
+
     def _show(self) -> None:
         cells = np.zeros(ab.BASES, np.uint64)
         cells[ab.ENABLED] = 1
         cells[ab.DAEMON_PAGE : ab.PAGE + 1] = [self._pages[i].data_ptr() for i in range(3)]
         cells[ab.STAMPS] = self._stamps.data_ptr()
-        cells[ab.LAST_CHUNK] = self.bytes // layout.SEGMENT_MIN_BYTES
+        cells[ab.LAST_CHUNK] = self._chunk_count
         cells[ab.TABLES : ab.TABLES + 3] = self._directory.data_ptr(), self._directory.numel(), ab.WEIGHT_LOOKUPS
         self._block.show(cells, self._bases(0))
 
     def _bases(self, count: int) -> NDArray[np.uint64]:
-        bases = np.zeros(self.bytes // layout.SEGMENT_MIN_BYTES + 1, np.uint64)
-        starts = self._rows.ctypes.data + np.arange(count, dtype=np.uint64) * np.uint64(layout.SEGMENT_MIN_BYTES)
-        bases[:count] = starts | np.uint64(_IN_CHUNK)
+        bases = np.zeros(self._chunk_count + 1, np.uint64)
+        steps = np.arange(self._chunk_count, dtype=np.uint64) * np.uint64(layout.SEGMENT_MIN_BYTES)
+        at_home = self.bytes // layout.SEGMENT_MIN_BYTES
+        bases[:count] = (self._address + steps[:count]) | np.uint64(_IN_CHUNK)
+        if self.hot is not None:
+            bases[at_home:-1] = (self.hot.address + steps[: self._chunk_count - at_home]) | np.uint64(_IN_CHUNK)
         return bases
 
     # --- the filling thread ------------------------------------------------------------------------------------------
@@ -154,7 +186,7 @@ class PinnedStore:
 
     def _register(self) -> None:
         at = len(self._chunks) * layout.SEGMENT_MIN_BYTES
-        self._chunks.append(self._reach(self._rows.ctypes.data + at, layout.SEGMENT_MIN_BYTES, False))
+        self._chunks.append(self._reach(self._address + at, layout.SEGMENT_MIN_BYTES, False))
 
 
 def _reserve(size: int) -> mmap.mmap:
@@ -188,6 +220,11 @@ def _entries(sections: Sequence[SectionSpec], firsts: Sequence[int]) -> NDArray[
         unit = (first + page) * layout.UNITS_PER_PAGE + place * (slot // layout.SLOT_UNIT_BYTES)
         parts.append((unit + 1).astype(np.uint32))
     return np.concatenate(parts)
+
+
+def _slots(sections: Sequence[SectionSpec]) -> NDArray[np.int64]:
+    """Bytes of each record's slot."""
+    return np.repeat([layout.slot_bytes(one.record_bytes) for one in sections], [one.count for one in sections])
 
 
 def records_of(store: Path, digest: str) -> Fill:

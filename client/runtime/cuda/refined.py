@@ -154,8 +154,9 @@ class DeviceDecoder:
             session.close()
             raise
 
-    def pin(self) -> None:
-        """Refine from the whole store, read into pinned memory beside the steps.
+    def pin(self, hot_bytes: int = 0) -> None:
+        """Refine from the whole store, read into pinned memory beside the steps; ``hot_bytes`` of device memory are for
+        the records that are used most.
 
         Raises:
             ContractError: the store is damaged. FailureError: there is not so much memory.
@@ -163,7 +164,7 @@ class DeviceDecoder:
         prepared = self._prepared
         sections = store_sections(prepared.config, prepared.sets)
         fill = records_of(prepared.store, prepared.manifest.digest)
-        self._store = PinnedStore(sections, fill, self._block)
+        self._store = PinnedStore(sections, fill, self._block, hot_bytes=hot_bytes)
 
     def wait_until_pinned(self) -> None:
         """Wait until all of the store is there. Raises as :meth:`PinnedStore.refresh`."""
