@@ -223,8 +223,11 @@ def refinement(rows: Rows) -> None:
                 for fraction in FRACTIONS:
                     rows.add("refinement", f"groups of {tokens}, {fraction}, {refiners} refiners",
                              **layers.times(work, fraction, out))  # fmt: skip
+            layers.bring()
+            rows.add("refinement", f"groups of {tokens}, 1/128, 32 refiners, all in device memory",
+                     **layers.times(layers.work(32), FRACTIONS[0], out))  # fmt: skip
             layers.drop(0.2)
-            rows.add("refinement", f"groups of {tokens}, 1/128, 32 refiners, 20% missing",
+            rows.add("refinement", f"groups of {tokens}, 1/128, 32 refiners, 20% missing, in device memory",
                      **layers.times(layers.work(32), FRACTIONS[0], out))  # fmt: skip
 
 

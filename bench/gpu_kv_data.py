@@ -125,6 +125,15 @@ class RefinedLayers(Layers):
         absent = np.random.default_rng(1).random(self.side.words.size) < share
         self.side.words[absent] = layout.ENTRY_ABSENT
 
+    def bring(self) -> None:
+        """Let all records lie in device memory instead, as in a hot tier that holds everything."""
+        size = self.side.slots.size
+        self._near = torch.empty(size + 4096, dtype=torch.uint8, device="cuda")
+        begin = -self._near.data_ptr() % 4096
+        self._near[begin : begin + size].copy_(torch.from_numpy(self.raw))
+        bases = self.side.block[ab.BASES : ab.BASES + size // layout.SEGMENT_MIN_BYTES]
+        bases += self._near.data_ptr() + begin - self.side.slots.seen_at
+
     def lookups(self) -> list[int]:
         """Look-ups and hits so far."""
         found: list[int] = self.side.block[ab.KV_LOOKUPS : ab.KV_LOOKUPS + 2].tolist()
