@@ -72,7 +72,7 @@ class Layers:
         self.lengths = torch.full((batch,), tokens, dtype=torch.int32, device=CUDA)
         self.queries = torch.randn(batch, KV_HEADS * group, 128, device=CUDA).half()
         self.out = torch.empty_like(self.queries)
-        self.shape = (batch, KV_HEADS * group, nbytes, blocks)
+        self.shape = (batch, KV_HEADS * group, grid, blocks)
 
     def work(self, plan: Plan) -> FsqWork:
         """Work memory for a plan."""
@@ -89,13 +89,13 @@ class Layers:
 
         def whole(codes: Tensor, decoder: FsqDecoder) -> None:
             fsq_attend(self.queries, codes, self.lengths, decoder, work, teams=teams)
-            fsq_merge(work, decoder, self.out)
+            fsq_merge(work, decoder.values, self.out)
 
         return {
             "whole": self.each(whole),
             "scores": self.each(lambda codes, d: fsq_scores(self.queries, codes, self.lengths, d, work, teams)),
             "mix": self.each(lambda codes, _: fsq_mix(codes, self.lengths, work)),
-            "merge": self.each(lambda _, d: fsq_merge(work, d, self.out)),
+            "merge": self.each(lambda _, d: fsq_merge(work, d.values, self.out)),
         }
 
 
@@ -114,7 +114,7 @@ def build(rows: Rows, groups: tuple[int, ...]) -> None:
         heads = random_heads(FsqGrid.uniform(2 * nbytes, 16), 1, 128, True, cpu)
         for kind in KINDS:
             for group in groups:
-                work = FsqWork(1, group, nbytes, 1, cpu)
+                work = FsqWork(1, group, heads.grid, 1, cpu)
                 decoder = FsqDecoder(heads, 1, cpu, kind)
                 names.add(mix_instance(work))
                 try:
@@ -136,11 +136,11 @@ def correct(rows: Rows) -> None:
                 for group in GROUPS:
                     case = make_fsq_case(FsqGrid.uniform(width, 16), LENGTHS, KV_HEADS, group, 128, True, CUDA)
                     decoder = FsqDecoder(case.heads, case.codes.shape[1], CUDA, kind)
-                    work = FsqWork(len(LENGTHS), KV_HEADS * group, width // 2, case.codes.shape[1], CUDA)
+                    work = FsqWork(len(LENGTHS), KV_HEADS * group, case.heads.grid, case.codes.shape[1], CUDA)
                     outs = [torch.full(case.queries.shape, torch.nan, device=CUDA) for _ in range(3)]
                     for out in outs:
                         fsq_attend(case.queries, case.codes, case.lengths, decoder, work)
-                        fsq_merge(work, decoder, out)
+                        fsq_merge(work, decoder.values, out)
                     exactly = case.exactly()
                     errors |= {
                         f"{group}×{n}": relative_error(a, b) for n, a, b in zip(LENGTHS, outs[0], exactly, strict=True)
@@ -159,10 +159,10 @@ def splits(rows: Rows) -> None:
     outs = []
     for count in range(1, 17):
         blocks = case.codes.shape[1]
-        work = FsqWork(2, 2 * KV_HEADS, 128, blocks, CUDA, score_splits=count, mix_splits=count)
+        work = FsqWork(2, 2 * KV_HEADS, case.heads.grid, blocks, CUDA, score_splits=count, mix_splits=count)
         outs.append(torch.empty(case.queries.shape, device=CUDA))
         fsq_attend(case.queries, case.codes, case.lengths, decoder, work)
-        fsq_merge(work, decoder, outs[-1])
+        fsq_merge(work, decoder.values, outs[-1])
     rows.add("splits", "1 to 16", apart=max(relative_error(out, outs[0]) for out in outs),
              error=relative_error(outs[0], case.exactly()))  # fmt: skip
 

@@ -75,12 +75,12 @@ def scores_instance(decoder: FsqDecoder, work: FsqWork, teams: int) -> str:
     group = check_heads(d, work.heads, decoder.heads.kv_heads)
     norm = "false" if decoder.heads.key_norm is None else "true"
     kind = {"half": "HALF", "int8": "INT8", "fp8": "FP8"}[decoder.kind]
-    return f"fsq_scores<{kind}, {d}, {work.nbytes}, {group}, {teams}, {norm}>"
+    return f"fsq_scores<{kind}, {d}, {work.grid.nbytes}, {group}, {teams}, {norm}>"
 
 
 def mix_instance(work: FsqWork) -> str:
     """The template instance that leaves parts."""
-    return f"fsq_mix<{work.nbytes}, {work.spans_a_warp}, {work.turns}>"
+    return f"fsq_mix<{work.grid.nbytes}, {work.spans_a_warp}, {work.turns}>"
 
 
 def fsq_attend(
@@ -102,10 +102,10 @@ def fsq_attend(
     """
     heads = decoder.heads
     expected = (work.batch, work.heads, heads.head_dim), (work.batch, work.blocks, BLOCK_TOKENS * heads.grid.nbytes)
-    if (queries.shape, codes.shape) != expected or work.nbytes != heads.grid.nbytes or decoder.blocks < work.blocks:
+    if (queries.shape, codes.shape) != expected or work.grid != heads.grid or decoder.blocks < work.blocks:
         raise ValueError(
             f"queries {list(queries.shape)} and codes {list(codes.shape)}: the work memory is for {list(expected[0])} "
-            f"and {list(expected[1])}, codes of {work.nbytes} bytes; the decoder for {decoder.blocks} blocks"
+            f"and {list(expected[1])}, codes of {work.grid.nbytes} bytes; the decoder for {decoder.blocks} blocks"
         )
     fsq_scores(queries, codes, lengths, decoder, work, teams_of(decoder) if teams is None else teams)
     fsq_mix(codes, lengths, work)

@@ -14,14 +14,14 @@ that keys are near one before their norm: float16 takes over there. The rounding
 those kinds beyond float16's; both are ours, the paper rebuilds in bfloat16.
 """
 
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from strataflux.kernels.fsq_attention import BLOCK_TOKENS, FsqHeads
 
-__all__ = ["FsqDecoder", "RebuildKind"]
+__all__ = ["FsqDecoder", "FsqValues", "RebuildKind", "block_turns"]
 
 RebuildKind = Literal["half", "int8", "fp8"]
 
@@ -29,6 +29,28 @@ _MAGIC: Final = 12582912.0
 _LARGEST: Final = {"half": 256.0, "int8": 127.0, "fp8": 448.0}
 _CHUNK_LEVELS: Final = 32
 _WHOLE_SUMS: Final = 1 << 22
+
+
+def block_turns(frequencies: Tensor, blocks: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Cosines and sines [blocks, head_dim / 2] of first positions, and [64, head_dim / 2] of places; all float64."""
+    first = torch.arange(blocks, dtype=torch.float64)[:, None] * BLOCK_TOKENS * frequencies.double().cpu()
+    inside = torch.arange(BLOCK_TOKENS, dtype=torch.float64)[:, None] * frequencies.double().cpu()
+    return (first.cos(), first.sin()), (inside.cos(), inside.sin())
+
+
+class FsqValues(NamedTuple):
+    """The half of a decoder that comes after the sums."""
+
+    decoder: Tensor
+    """D_V, [kv_heads, head_dim, width to the next multiple of 64] float32."""
+    bias: Tensor
+    """[kv_heads, head_dim] float32."""
+
+    @classmethod
+    def of_heads(cls, heads: FsqHeads, device: torch.device, off: float = 0.0) -> "FsqValues":
+        """The values of ``heads`` where kernels sum centres less ``off``."""
+        padded = torch.nn.functional.pad(heads.value_decoder, (0, -heads.grid.width % 64))
+        return cls(padded.float().to(device), (heads.value_bias + off * heads.value_decoder.sum(-1)).float().to(device))
 
 
 class FsqDecoder:
@@ -41,7 +63,7 @@ class FsqDecoder:
         scalars: [kv_heads, 2] float32: what is added to the mean of squares, and the scale of logits.
         base: [blocks, head_dim / 4, 2, 2] float16: cosines, then sines, of two channels at a block's first position.
         inner: [2, 64, head_dim / 2] float16: cosines, then sines, of a token's place in its block.
-        value_decoder: [kv_heads, head_dim, 64-padded width] float32; ``value_bias`` with what centres are off.
+        values: for the merge.
     """
 
     def __init__(self, heads: FsqHeads, blocks: int, device: torch.device, kind: RebuildKind = "half") -> None:
@@ -71,11 +93,10 @@ class FsqDecoder:
         norm = torch.ones(d) if heads.key_norm is None else heads.key_norm
         self.gamma = norm.half().to(device)
         self.scalars = _scalars(heads, unit).to(device)
-        self.base, self.inner = (t.to(device) for t in _turns(heads.frequencies, blocks))
-        spans = -(-heads.grid.nbytes // 32)
-        self.value_decoder = torch.nn.functional.pad(heads.value_decoder, (0, 64 * spans - width)).float().to(device)
-        # Kernels sum q - 8; centres are q - 7.5.
-        self.value_bias = (heads.value_bias + 0.5 * heads.value_decoder.sum(-1)).float().to(device)
+        first, inside = block_turns(heads.frequencies, blocks)
+        self.base = torch.stack([t.view(blocks, -1, 2) for t in first], -2).half().contiguous().to(device)
+        self.inner = torch.stack(inside).half().to(device)
+        self.values = FsqValues.of_heads(heads, device, off=0.5)  # kernels sum q - 8, centres are q - 7.5
 
     def _check_sums(self, stored: Tensor) -> None:
         most = int(stored.abs().sum(-1).max()) * 15
@@ -129,11 +150,3 @@ def _scalars(heads: FsqHeads, unit: Tensor) -> Tensor:
     if heads.key_norm is None:
         return torch.stack([torch.zeros_like(unit), scale / unit], -1).float()
     return torch.stack([heads.epsilon * unit**2, scale.expand_as(unit)], -1).float()
-
-
-def _turns(frequencies: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    first = torch.arange(blocks, dtype=torch.float64)[:, None] * BLOCK_TOKENS * frequencies.double()
-    inside = torch.arange(BLOCK_TOKENS, dtype=torch.float64)[:, None] * frequencies.double()
-    pairs = [t.view(blocks, -1, 2) for t in (first.cos(), first.sin())]
-    base = torch.stack(pairs, -2).half().contiguous()
-    return base, torch.stack([inside.cos(), inside.sin()]).half().contiguous()

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strataflux.kernels.gpu.fsq_decoder import FsqDecoder
+from strataflux.kernels.gpu.fsq_decoder import FsqValues
 from strataflux.kernels.gpu.fsq_work import FsqWork
 
 __all__ = ["fsq_merge"]
@@ -53,18 +53,18 @@ def _decode(
     tl.store(out + head * D + row, tl.sum(mixed, 1) + tl.load(bias + at))
 
 
-def fsq_merge(work: FsqWork, decoder: FsqDecoder, out: Tensor) -> None:
+def fsq_merge(work: FsqWork, values: FsqValues, out: Tensor) -> None:
     """Merge all parts and decode. Queued on the current stream; no allocation.
 
     Args:
         work: parts of this step's attention in one layer.
-        decoder: of that layer.
+        values: of that layer's decoder.
         out: floats of any width, [batch, heads, head_dim], overwritten.
 
     Raises:
         ValueError: ``out`` has another size.
     """
-    heads, d = decoder.heads, decoder.heads.head_dim
+    kv_heads, d, _ = values.decoder.shape
     if out.numel() != work.batch * work.heads * d:
         raise ValueError(f"out {list(out.shape)} for {work.batch} sequences of {work.heads} heads of {d} channels")
     count, pieces = work.batch * work.heads, work.pieces
@@ -73,6 +73,6 @@ def fsq_merge(work: FsqWork, decoder: FsqDecoder, out: Tensor) -> None:
         PIECES=triton.next_power_of_2(pieces), num_warps=4,
     )  # fmt: skip
     _decode[(count, d // 16)](
-        work.latent, decoder.value_decoder, decoder.value_bias, out, work.heads, work.spans,
-        D=d, GROUP=work.heads // heads.kv_heads, ROWS=16, num_warps=4,
+        work.latent, values.decoder, values.bias, out, work.heads, work.spans,
+        D=d, GROUP=work.heads // kv_heads, ROWS=16, num_warps=4,
     )  # fmt: skip

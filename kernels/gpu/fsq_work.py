@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from strataflux.kernels.fsq import FsqGrid
 from strataflux.kernels.fsq_attention import BLOCK_TOKENS
 
 __all__ = ["FsqWork"]
@@ -29,15 +30,15 @@ class FsqWork:
     """
 
     def __init__(
-        self, batch: int, heads: int, nbytes: int, blocks: int, device: torch.device, *,
+        self, batch: int, heads: int, grid: FsqGrid, blocks: int, device: torch.device, *,
         score_splits: int | None = None, mix_splits: int | None = None,
     ) -> None:  # fmt: skip
-        """Allocate for ``heads`` query heads and codes of ``nbytes`` bytes.
+        """Allocate for ``heads`` query heads and codes of ``grid``.
 
         Args:
             batch: sequences.
             heads: query heads.
-            nbytes: bytes of a token's code.
+            grid: of the codes.
             blocks: the most blocks of 64 tokens of a sequence.
             device: of everything.
             score_splits: blocks of threads that share a KV head's tokens; None: as many as fill the device once.
@@ -45,8 +46,8 @@ class FsqWork:
         """
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         # fixed after construction
-        self.blocks, self.nbytes, self._processors, self._score_splits = blocks, nbytes, processors, score_splits
-        self.spans = -(-nbytes // (_SPAN // 2))
+        self.blocks, self.grid, self._processors, self._score_splits = blocks, grid, processors, score_splits
+        self.spans = -(-grid.width // _SPAN)
         self.spans_a_warp = 2 if self.spans > _MIX_WARPS else 1
         self.turns = max(1, _MIX_WARPS // -(-self.spans // self.spans_a_warp))
         filling = max(1, 2 * processors // batch)

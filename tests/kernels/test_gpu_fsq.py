@@ -49,7 +49,7 @@ Launch = Callable[[FsqCase, FsqDecoder, FsqWork], None]
 
 def _work(case: FsqCase, score_splits: int | None = None, mix_splits: int | None = None) -> FsqWork:
     batch, heads, _ = case.queries.shape
-    sizes, device = (case.heads.grid.nbytes, case.codes.shape[1]), case.queries.device
+    sizes, device = (case.heads.grid, case.codes.shape[1]), case.queries.device
     return FsqWork(batch, heads, *sizes, device, score_splits=score_splits, mix_splits=mix_splits)
 
 
@@ -130,5 +130,5 @@ def test_outputs_are_those_of_rebuilt_keys_and_values(
     work = _work(case)
     out = torch.full(case.queries.shape, torch.nan, device=device)
     launch(case, decoder, work)
-    fsq_merge(work, decoder, out)
+    fsq_merge(work, decoder.values, out)
     assert _relative(out, case.exactly()) < BOUNDS[numbers[0]]
