@@ -68,6 +68,7 @@ class PrivateDaemon:
         weight_cache_bytes: int,
         kv_cache_bytes: int = 0,
         grace_seconds: float | None = None,
+        policy: str | None = None,
         options: Sequence[str] = (),
         start_seconds: float = 600.0,
         stop_seconds: float = 20.0,
@@ -80,6 +81,7 @@ class PrivateDaemon:
             kv_cache_bytes: its RAM for KV records and for writing them, raised likewise.
             grace_seconds: how long a step may hold evicted slots before its session is fenced; None takes the daemon's
                 default, which a CPU that is shared with others may exceed.
+            policy: what leaves the cache when room is needed; None takes the daemon's default.
             options: more of the daemon's flags.
             start_seconds: the most to wait for READY. The first start of all compiles, which takes a minute or more.
             stop_seconds: the most to wait for its end before it is killed.
@@ -92,7 +94,8 @@ class PrivateDaemon:
             *(f"--store={store.absolute()}" for store in stores),
             *options,
         ]
-        self._config = None if grace_seconds is None else f"[reader]\ngrace_seconds = {grace_seconds}\n"
+        self._config = "" if grace_seconds is None else f"[reader]\ngrace_seconds = {grace_seconds}\n"
+        self._config += "" if policy is None else f'[cache]\npolicy = "{policy}"\n'
         self._start_seconds = start_seconds
         self._stop_seconds = stop_seconds
         # changed by start and stop
@@ -179,7 +182,7 @@ class PrivateDaemon:
     def _spawn(self, folder: Path) -> subprocess.Popen[bytes]:
         # -P: a checkout's folders share names with other packages, and the current folder may be a checkout.
         command = [sys.executable, "-P", "-c", _CHILD, str(os.getpid()), f"--runtime-dir={folder / 'd'}"]
-        if self._config is not None:
+        if self._config:
             (folder / "config.toml").write_text(self._config)
             command.append(f"--config={folder / 'config.toml'}")
         with (folder / "log").open("wb") as log:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from strataflux.cache_policy.miss import MissPolicy
 from strataflux.client.cli.options import parse_cache
 from strataflux.client.cli.output import Output, progress
+from strataflux.client.cli.read_ahead import spoken_prefetches
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -38,6 +39,7 @@ class KvCommand:
     oracle: bool
     kv_cache: str
     runtime_dir: Path | None
+    ahead: float = 0.0
 
 
 @dataclass
@@ -68,7 +70,15 @@ def run_eval_kv(output: Output, command: KvCommand) -> None:
     with ExitStack() as stack:
         runtime_dir = None if command.oracle else stack.enter_context(_daemon(command, weights))
         told = stack.enter_context(_displays(weights, command, len(windows)))
-        found = evaluate_kv(weights, windows, command.options, runtime_dir, miss=command.miss, progress=told)
+        found = evaluate_kv(
+            weights,
+            windows,
+            command.options,
+            runtime_dir,
+            miss=command.miss,
+            progress=told,
+            ahead=command.ahead,
+        )
     _show(output, command, found, len(windows))
 
 
@@ -127,6 +137,8 @@ def _show(output: Output, command: KvCommand, found: "KvEvaluation", windows: in
     output.print(f"{resident:9}  perplexity {found.base.perplexity:.3f}  KL {found.base.kl:.5f}")
     output.print(f"{refined:9}  perplexity {found.refined.perplexity:.3f}  KL {found.refined.kl:.5f}")
     output.print(f"hit rate {found.hit_rate:.1%}, {found.bytes_resident / 1e6:.1f} MB resident a sequence")
+    if found.session is not None and command.ahead:
+        output.print(spoken_prefetches(found.session.kv_prefetches))
     output.result({"kv": _json(command, found), **_settings(command, windows), **_session(found)})
 
 
@@ -167,6 +179,7 @@ def _settings(command: KvCommand, windows: int) -> dict[str, object]:
         "windows": windows,
         "tokens": scored_tokens(command.context),
         "miss": str(command.miss),
+        "read_ahead": command.ahead,
     }
 
 
@@ -177,7 +190,9 @@ def _session(found: "KvEvaluation") -> dict[str, object]:
         "engine": found.session.engine,
         "direct_io": found.session.direct_io,
         "waits": found.session.waits,
+        "wait_nanoseconds": found.session.wait_nanoseconds,
         "deadlines_exceeded": found.session.deadlines_exceeded,
         "steps_invalid": found.session.steps_invalid,
         "requests_dropped": found.session.dropped,
+        "prefetches": found.session.kv_prefetches.to_json(),
     }

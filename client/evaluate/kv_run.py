@@ -118,6 +118,7 @@ def evaluate_kv(
     *,
     miss: MissPolicy,
     progress: KvProgress,
+    ahead: float = 0.0,
 ) -> KvEvaluation:
     """Score every window, each a sequence of its own.
 
@@ -128,9 +129,10 @@ def evaluate_kv(
         runtime_dir: of the daemon; None scores as if nothing missed.
         miss: what to do about absent records.
         progress: told of what is done.
+        ahead: how many blocks before a layer what it will probably select is asked for; 0 for never.
 
     Raises:
-        MisuseError: there is no such format.
+        MisuseError: there is no such format or distance.
         DaemonUnavailableError, RefusedError: as attaching.
     """
     context = len(windows[0]) - 1
@@ -139,9 +141,10 @@ def evaluate_kv(
     with ExitStack() as stack:
         model = None
         if runtime_dir is not None:
-            model = stack.enter_context(
-                RefinedModel.attach(None, weights, context=context, runtime_dir=runtime_dir, miss=miss, kv=options)
+            attached = RefinedModel.attach(
+                None, weights, context=context, runtime_dir=runtime_dir, miss=miss, kv=options, ahead=ahead
             )
+            model = stack.enter_context(attached)
         for window in windows:
             split = context - scored_tokens(context)
             prefilled = prefill(weights, window[:split], progress.layer)

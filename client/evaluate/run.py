@@ -36,6 +36,7 @@ def evaluate(
     k: int | None,
     miss: MissPolicy,
     on_token: Callable[[], object],
+    ahead: float = 0.0,
 ) -> Evaluation:
     """Score every window with the reference, the base, and refined; each window is a sequence of its own.
 
@@ -47,6 +48,7 @@ def evaluate(
         k: channels per 1,024; None takes the prepared model's.
         miss: what to do about absent records.
         on_token: called after each refined token.
+        ahead: how many blocks before a layer what it will probably select is asked for; 0 for never.
 
     Raises:
         MisuseError: the reference is of other dimensions than the prepared model.
@@ -57,10 +59,10 @@ def evaluate(
     weights = DecoderWeights.read(prepared)
     scores: dict[str, list[Score]] = {"reference": [], "base": [], "refined": []}
     context = max(len(window) for window in windows)
-    with (
-        Control(runtime_dir) as control,
-        RefinedModel.attach(prepared, weights, context=context, runtime_dir=runtime_dir, k=k, miss=miss) as model,
-    ):
+    attached = RefinedModel.attach(
+        prepared, weights, context=context, runtime_dir=runtime_dir, k=k, miss=miss, ahead=ahead
+    )
+    with attached as model, Control(runtime_dir) as control:
         before = control.stats().reads.bytes
         for window in windows:
             # Without a reference the base stands in for it: surprise does not depend on what it is compared with.
