@@ -7,9 +7,9 @@
 A case is KIND:CACHE:POLICY:MISS:BLOCKS. ``kv`` keeps the weights exact and the KV cache in 2/2 bits, 4/4 refined on
 1/128 of groups of 4 tokens, and scores the last 256 tokens of each window of 8,192. ``weights`` refines a prepared
 model (made first, where --prepared names none) and scores --tokens of each of --windows. CACHE is the daemon's RAM as a
-share of all records, POLICY what leaves it (or ``default``), MISS as of ``--miss`` (with ``/`` for its ``:``), BLOCKS as of
-``--read-ahead``. Every case has a daemon of its own and runs on the CPUs of this process, so that cases can run beside
-one another, each pinned to its own CPUs.
+share of all records, POLICY what leaves it (or ``default``), MISS as of ``--miss`` (with ``/`` for its ``:``), BLOCKS
+as of ``--read-ahead``. Every case has a daemon of its own and runs on the CPUs of this process, so that cases can run
+beside one another, each pinned to its own CPUs.
 """
 
 import argparse
