@@ -35,6 +35,7 @@ from strataflux.kernels.gpu.fsq_attend import (
     scores_instance,
     teams_of,
 )
+from strataflux.kernels.gpu.fsq_attend_triton import FsqRows, fsq_attend_triton
 from strataflux.kernels.gpu.fsq_decoder import FsqDecoder, RebuildKind
 from strataflux.kernels.gpu.fsq_merge import fsq_merge
 from strataflux.kernels.gpu.fsq_work import FsqWork
@@ -245,6 +246,41 @@ def _speed(
     }  # fmt: skip
 
 
+MIXED: Final = FsqGrid((8,) * 48 + (4,) * 112 + (2,) * 128 + (1,) * 80)
+"""As many bytes as 28 x."""
+
+
+def portable(rows: Rows, best: dict[tuple[int, int, int], float]) -> None:
+    """The Triton kernel at 28 x: right where it is compiled, and how fast; of 4 bits each, of mixed bits, and evicted."""
+    for name, grid, placed in (("4 bits", FsqGrid.uniform(292, 16), False), ("8, 4, 2, 1 bits", MIXED, False),
+                               ("8, 4, 2, 1 bits, own positions", MIXED, True)):  # fmt: skip
+        case = make_fsq_case(grid, (4097, 70), KV_HEADS, 2, 128, True, CUDA)
+        order = torch.arange(case.codes.shape[1] * 64, dtype=torch.int32, device=CUDA).expand(2, -1).contiguous()
+        out = torch.empty(case.queries.shape, device=CUDA)
+        rows_of = FsqRows(case.heads, case.codes.shape[1], CUDA)
+        work = FsqWork(2, 2 * KV_HEADS, grid, case.codes.shape[1], CUDA)
+        fsq_attend_triton(case.queries, case.codes, case.lengths, rows_of, work, order if placed else None)
+        fsq_merge(work, rows_of.values, out)
+        error = relative_error(out, case.exactly())
+        batch, tokens = SHAPES[0]
+        codes = torch.randint(256, (8, batch, tokens // 64, 64 * grid.nbytes), dtype=torch.uint8, device=CUDA)
+        long = FsqRows(case.heads, tokens // 64, CUDA)
+        order = torch.arange(tokens, dtype=torch.int32, device=CUDA)[None]
+        length = torch.full((batch,), tokens, dtype=torch.int32, device=CUDA)
+        queries = case.queries[:1].contiguous()
+        for splits in (33, 66):
+            work = FsqWork(batch, 2 * KV_HEADS, grid, tokens // 64, CUDA, score_splits=splits)
+
+            def body(work: FsqWork = work, placed: bool = placed, order: Tensor = order) -> None:
+                for one in codes:
+                    fsq_attend_triton(queries, one, length, long, work, order if placed else None)
+                    fsq_merge(work, long.values, out[:1])
+
+            took = microseconds(body, replays=5) / len(codes)
+            rows.add("portable", f"{name}, 1 × {tokens}, {splits} splits", error=error, microseconds=took,
+                     times_sdpa=best.get((batch, tokens, 2), 0.0) / took)  # fmt: skip
+
+
 def ceilings(rows: Rows) -> None:
     """What products of matrices get here."""
     m, n = (torch.randn(8192, 8192, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
@@ -273,6 +309,7 @@ def main() -> None:
         "speed": lambda: speed(rows, best, groups, plans),
         "correct": lambda: correct(rows),
         "splits": lambda: splits(rows),
+        "portable": lambda: portable(rows, best),
         "ceilings": lambda: ceilings(rows),
     }
     for name, body in sections.items():
