@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from strataflux.cache_policy.miss import MissPolicy
+from strataflux.client.cli.eval_kv import KvCommand, run_eval_kv
+from strataflux.client.cli.eval_method import MethodCommand, is_method, run_eval_method
 from strataflux.client.cli.kv_options import (
     FractionOption,
     GroupOption,
@@ -42,9 +44,13 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
+_Given = dict[str, object]
+"""Options by name, as they were given."""
+
 _DEFAULT_CACHE = "25%"
 _DEFAULT_KV_CACHE = "10%"
 _TOKENS, _DENSE_TOKENS = 512, 2047
+_KV_CONTEXT, _METHOD_CONTEXT = 8192, 2048
 
 _ReferenceOption = Annotated[
     Path | None,
@@ -53,6 +59,18 @@ _ReferenceOption = Annotated[
 _TokensOption = Annotated[
     int | None, typer.Option(min=1, help="Scored tokens in each window.", show_default="512; with --dense 2047")
 ]
+_ContextOption = Annotated[
+    int | None,
+    typer.Option(min=2, help="With --kv: tokens of a window.", show_default="8192; with a METHOD 2048"),
+]
+_SequentialOption = Annotated[
+    bool, typer.Option("--sequential", help="With --kv fsq:RATIOx: token by token through a cache of codes.")
+]
+_CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(help="With --kv METHOD: a text to fit on.", show_default="what of the text is not scored"),
+]
+_CalibrationTokensOption = Annotated[int, typer.Option(min=512, help="With --kv METHOD: how much of it to use.")]
 
 
 def _command(
@@ -63,7 +81,7 @@ def _command(
     windows: Annotated[int, typer.Option(min=1, help="How many stretches of the text to score.")] = 1,
     k: ChannelsOption = None,
     dense: Annotated[bool, typer.Option("--dense", help="Whole windows at once, as if nothing missed.")] = False,
-    device: Annotated[str, typer.Option(help="Where --dense runs: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where --dense, or --kv METHOD, runs: cpu or cuda.")] = "cpu",
     miss: MissOption = "skip",
     weight_cache: WeightCacheOption = None,
     kv: KvOption = None,
@@ -71,10 +89,13 @@ def _command(
     group: GroupOption = 4,
     fraction: FractionOption = "1/128",
     prenormalize: PrenormalizeOption = False,
-    context: Annotated[int, typer.Option(min=2, help="With --kv: tokens of a window.")] = 8192,
+    context: _ContextOption = None,
     starts: StartsOption = None,
     kv_oracle: Annotated[bool, typer.Option("--kv-oracle", help="With --kv: as if nothing missed.")] = False,
     kv_cache: KvCacheOption = None,
+    sequential: _SequentialOption = False,
+    calibration: _CalibrationOption = None,
+    calibration_tokens: _CalibrationTokensOption = 16384,
     runtime_dir: RuntimeDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -85,33 +106,55 @@ def _command(
     every token is refined with all that it selects, which is what a cache that held everything would give.
 
     With --kv the low-bit thing is the KV cache: the last 256 tokens of each window are scored after a prefill of the
-    others, against the same weights with an exact cache. The model may then also be one that was not prepared.
+    others, against the same weights with an exact cache. The model may then also be one that was not prepared. With a
+    METHOD, such as fsq:16x, palu:8x or kivi:2, whole windows are scored, against the same weights likewise.
     """
+    output = Output(as_json)
+    unfit: _Given = {"--tokens": tokens, "--k": k, "--dense": dense, "--weight-cache": weight_cache}
+    if kv is not None and is_method(kv):
+        fitted = (text, reference, calibration, calibration_tokens)
+        asked = MethodCommand(folder, kv, *fitted, context or _METHOD_CONTEXT, windows, sequential, device)
+        unfit |= {"--kv-oracle": kv_oracle, "--kv-cache": kv_cache, "--starts": starts, "--runtime-dir": runtime_dir}
+        _refuse_together("--kv METHOD", unfit)
+        run_eval_method(output, asked)
+        return
+    _refuse_together("anything but --kv METHOD", {"--sequential": sequential, "--calibration": calibration})
     options = None if kv is None else parse_kv(kv, refine_kv, group, fraction, prenormalize)
     if options is not None:
-        given = {"--tokens": tokens, "--k": k, "--dense": dense or None, "--reference": reference}
-        _refuse_together("--kv", given | {"--weight-cache": weight_cache})
-        if runtime_dir is not None or kv_oracle:
-            _refuse_together("--kv-oracle" if kv_oracle else "--runtime-dir", {"--kv-cache": kv_cache})
-        from strataflux.client.cli.eval_kv import KvCommand, run_eval_kv
-
-        cache = kv_cache or _DEFAULT_KV_CACHE
-        where, policy = parse_starts(starts), parse_miss(miss)
-        command = KvCommand(folder, text, options, context, windows, where, policy, kv_oracle, cache, runtime_dir)
-        run_eval_kv(Output(as_json), command)
+        _refuse_together("--kv", unfit | {"--reference": reference})
+        where, policy, cache = parse_starts(starts), parse_miss(miss), kv_cache or _DEFAULT_KV_CACHE
+        size = context or _KV_CONTEXT
+        command = KvCommand(folder, text, options, size, windows, where, policy, kv_oracle, cache, runtime_dir)
+        _low_bit_kv(output, command, kv_cache)
         return
+    model = _Model.open(folder, reference)
+    if dense:
+        _dense(output, model, _windows(model.prepared, text, tokens or _DENSE_TOKENS, windows), k, device)
+        return
+    scored = (text, tokens or _TOKENS, windows)
+    _refined(output, model, scored, (k, parse_miss(miss)), weight_cache, runtime_dir)
+
+
+def _low_bit_kv(output: Output, command: KvCommand, kv_cache: str | None) -> None:
+    if command.runtime_dir is not None or command.oracle:
+        _refuse_together("--kv-oracle" if command.oracle else "--runtime-dir", {"--kv-cache": kv_cache})
+    run_eval_kv(output, command)
+
+
+def _refined(
+    output: Output,
+    model: "_Model",
+    scored: tuple[Path | None, int, int],
+    asked: tuple[int | None, MissPolicy],
+    weight_cache: str | None,
+    runtime_dir: Path | None,
+) -> None:
     if runtime_dir is not None:
         _refuse_together("--runtime-dir", {"--weight-cache": weight_cache})
-    model = _Model.open(folder, reference)
-    tokens = tokens or (_DENSE_TOKENS if dense else _TOKENS)
-    if dense:
-        _dense(Output(as_json), model, _windows(model.prepared, text, tokens, windows), k, device)
-        return
-    policy, cache_bytes = parse_miss(miss), model.cache_bytes(weight_cache)
-    chosen = _windows(model.prepared, text, tokens, windows)
-    found = _through_daemon(model, chosen, k, policy, cache_bytes, runtime_dir)
-    settings = {"tokens": tokens, "windows": windows, **refined_by(model.prepared.manifest, k), "miss": str(policy)}
-    _show(Output(as_json), found, settings, spoken_refinement(model.prepared.manifest, k))
+    (k, policy), manifest, cache_bytes = asked, model.prepared.manifest, model.cache_bytes(weight_cache)
+    found = _through_daemon(model, _windows(model.prepared, *scored), k, policy, cache_bytes, runtime_dir)
+    settings = {"tokens": scored[1], "windows": scored[2], **refined_by(manifest, k), "miss": str(policy)}
+    _show(output, found, settings, spoken_refinement(manifest, k))
 
 
 @dataclass(frozen=True)
@@ -163,8 +206,9 @@ def _through_daemon(
 
 
 def _refuse_together(option: str, others: Mapping[str, object]) -> None:
+    """Refuse what was given of ``others``; a flag that is off was not."""
     for name, value in others.items():
-        if value is not None:
+        if value is not None and value is not False:
             raise MisuseError(name, f"together with {option}", "one of the two", "leave one out")
 
 

@@ -28,7 +28,11 @@ _WIDTHS: Final = re.compile(r"(\d)/(\d)")
 
 KvOption = Annotated[
     str | None,
-    typer.Option("--kv", help="Keep keys/values in so many bits, such as 2/2 or 3/2; off: exact.", show_default="off"),
+    typer.Option(
+        "--kv",
+        help="Keep keys/values in so many bits, such as 2/2 or 3/2; off: exact. eval: or a METHOD, such as fsq:16x.",
+        show_default="off",
+    ),
 ]
 RefineKvOption = Annotated[
     str, typer.Option("--refine-kv", help="Bits that refine keys/values, such as 4/4; 0/0: none.")

@@ -32,6 +32,18 @@ __all__ = ["register"]
 
 _SEQUENCE = 512
 
+_CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(help="A UTF-8 text like those to decode, for all but plain rtn.", show_default="Python's help"),
+]
+_MlpOption = Annotated[
+    str, typer.Option(help="Refine MLPs by channels or bundles of neurons; both: `strataflux tune` chooses.")
+]
+_LadderOption = Annotated[
+    str,
+    typer.Option(help="With --fit: other budgets to fit for, such as 8,128, for a tuner; auto: k/4 and 4k; none."),
+]
+
 
 def _command(
     source: Annotated[
@@ -43,21 +55,13 @@ def _command(
     base: Annotated[str, typer.Option(help="How weights are quantized: rtn, awq, sqllm or lnq.")] = "rtn",
     guide_groups: Annotated[int, typer.Option(help="Of lnq: row groups with a Hessian of their own, 1 or 4.")] = 4,
     fit: Annotated[str, typer.Option(help="Refinement values: off (residuals), auto, or a multiplier of λ.")] = "off",
-    calibration: Annotated[
-        Path | None,
-        typer.Option(help="A UTF-8 text like those to decode, for all but plain rtn.", show_default="Python's help"),
-    ] = None,
+    calibration: _CalibrationOption = None,
     calibration_tokens: Annotated[int, typer.Option(min=2048, help="How much of it to use.")] = 16384,
     device: Annotated[str, typer.Option(help="Where calibration runs: cpu or cuda.")] = "cpu",
     restart: Annotated[bool, typer.Option("--restart", help="Drop what an interrupted run finished.")] = False,
     k: Annotated[int, typer.Option(min=0, max=1024, help="Default of --k when decoding.")] = 32,
-    mlp: Annotated[
-        str, typer.Option(help="Refine MLPs by channels or bundles of neurons; both: `strataflux tune` chooses.")
-    ] = "channels",
-    ladder: Annotated[
-        str,
-        typer.Option(help="With --fit: other budgets to fit for, such as 8,128, for a tuner; auto: k/4 and 4k; none."),
-    ] = "auto",
+    mlp: _MlpOption = "channels",
+    ladder: _LadderOption = "auto",
     fsq: FsqOption = None,
     fsq_levels: FsqLevelsOption = None,
     fsq_bound: FsqBoundOption = None,

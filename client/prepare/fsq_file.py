@@ -78,6 +78,10 @@ class FsqCodes:
         """Coordinates of the widest layer."""
         return max(layer.grid.width for layer in self.layers)
 
+    def to(self, device: torch.device) -> "FsqCodes":
+        """The same codes on ``device``."""
+        return FsqCodes(self.about, tuple(layer.to(device) for layer in self.layers))
+
 
 def weights_digest(source: WeightSource) -> str:
     """SHA-256 over everything that decides what a model computes; a prepared one knows it, of another one all weights

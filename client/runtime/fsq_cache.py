@@ -1,0 +1,188 @@
+"""Packed codes in the place of keys and values: all that a decoder keeps of past positions.
+
+A position is one code a layer, ``tokens · Σ_layers B`` bytes in one allocation and nothing beside. Keys are built anew
+at every step, since norm and rotation come after the code's decoder; values never are: with attention weights a_i
+
+    o_j = D_V Σ_i a_i c_i + b_V                      (the paper's equation 6: the weights sum to one)
+
+so codes are summed and decoded once. Tokens go tile by tile, and partial sums (m, Z, A) of tiles are merged as those of
+any other split: m the largest logit, Z the sum of weights relative to it, A the same of weighted codes.
+
+Attention sees rounded codes only, the newest position's too.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm
+
+from strataflux.client.errors import MisuseError
+from strataflux.client.runtime.cache import check_truncation
+from strataflux.client.runtime.models import DecoderWeights, LayerWeights
+from strataflux.client.runtime.rope import rotary_table, rotate
+from strataflux.kernels.fsq import FsqLayer
+
+__all__ = ["CodeBuffer", "FsqCache", "LatentSum"]
+
+_TILE = 1024
+"""Positions whose keys exist at a time."""
+
+
+class CodeBuffer:
+    """Packed codes of one sequence: for each layer [context, bytes of its code], all in one allocation."""
+
+    def __init__(self, sizes: Sequence[int], context: int) -> None:
+        """Room for ``context`` positions of ``sizes`` bytes each, a layer's each."""
+        self.whole = torch.zeros(context * sum(sizes), dtype=torch.uint8)
+        """[context · Σ sizes] uint8, layer after layer."""
+        parts = self.whole.split([context * size for size in sizes])  # type: ignore[no-untyped-call]
+        self.layers: list[Tensor] = [part.view(context, size) for part, size in zip(parts, sizes, strict=True)]
+        """[context, bytes] uint8 views, to be written by position."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocation."""
+        return self.whole.untyped_storage().nbytes()
+
+
+@dataclass(frozen=True)
+class LatentSum:
+    """Attention to some positions, not decoded yet; float32."""
+
+    maximum: Tensor
+    """m [heads]."""
+    total: Tensor
+    """Z [heads]."""
+    codes: Tensor
+    """A [heads, width]."""
+
+    def merged(self, other: "LatentSum") -> "LatentSum":
+        """Attention to the positions of both, which share none."""
+        maximum = torch.maximum(self.maximum, other.maximum)
+        mine, theirs = (self.maximum - maximum).exp(), (other.maximum - maximum).exp()
+        total = self.total * mine + other.total * theirs
+        return LatentSum(maximum, total, self.codes * mine[:, None] + other.codes * theirs[:, None])
+
+
+class FsqCache:
+    """A :class:`~strataflux.client.runtime.cache.KvCache` of codes. One thread at a time.
+
+    Pairs: :meth:`take` of a layer's inputs / :meth:`attend`, or :meth:`rebuild`, of that layer. Keys and values that
+    the contract passes in are not looked at: they are what the codes taken before say.
+    """
+
+    def __init__(self, weights: DecoderWeights, codes: Sequence[FsqLayer], context: int) -> None:
+        """Allocate ``context`` positions.
+
+        Args:
+            weights: the model's; of its layers norms and biases of keys are used.
+            codes: one for each layer, made over these weights.
+            context: positions.
+
+        Raises:
+            MisuseError: there are more or fewer codes than layers.
+        """
+        config = weights.config
+        if len(codes) != config.layers:
+            raise MisuseError("codes", f"{len(codes)} layers", f"{config.layers}, the model's", "load its own codes")
+        # fixed after construction
+        self.context = context
+        self._config = config
+        self._layers = weights.layers
+        self._codes = [_with_biases(code, layer) for code, layer in zip(codes, weights.layers, strict=True)]
+        self._cosine, self._sine = rotary_table(config, context)
+        # changed by steps and fills
+        self.buffer = CodeBuffer([code.grid.nbytes for code in codes], context)
+        assert self.buffer.nbytes == context * sum(code.grid.nbytes for code in codes)
+        self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the positions so far take."""
+        return self.length * sum(code.grid.nbytes for code in self._codes)
+
+    def begin_step(self) -> None:
+        """Nothing to do."""
+
+    def take(self, layer: int, x: Tensor) -> None:
+        """Encode inputs ``x`` [n, hidden] of the layer's projections, at positions from ``length`` on."""
+        grid, now = self._codes[layer].grid, self.length
+        self.buffer.layers[layer][now : now + x.shape[0]] = grid.pack(self._codes[layer].encode(x))
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Mixed values [heads · head_dim] of ``queries`` [heads, head_dim], turned by position, over all positions so
+        far and the one that was taken last.
+        """
+        del keys, values  # what the codes say is what later steps will see
+        found = self.accumulate(layer, queries, 0, min(_TILE, self.length + 1))
+        for start in range(_TILE, self.length + 1, _TILE):
+            found = found.merged(self.accumulate(layer, queries, start, min(start + _TILE, self.length + 1)))
+        return self.decode(layer, found)
+
+    def accumulate(self, layer: int, queries: Tensor, start: int, stop: int) -> LatentSum:
+        """Attention of ``queries`` [heads, head_dim] to positions ``start`` … ``stop`` - 1, of which there is one."""
+        centres = self._centres(layer, start, stop)
+        keys = self._keys(layer, centres, start)
+        shared = queries.view(keys.shape[0], -1, keys.shape[2])
+        logits = (shared @ keys.transpose(1, 2) / math.sqrt(keys.shape[2])).flatten(0, 1)
+        maximum = logits.amax(-1)
+        shares = (logits - maximum[:, None]).exp()
+        return LatentSum(maximum, shares.sum(-1), shares @ centres)
+
+    def decode(self, layer: int, found: LatentSum) -> Tensor:
+        """Mixed values [heads · head_dim] that ``found`` stands for: one decoder product a step."""
+        code, config = self._codes[layer], self._config
+        shape = (config.kv_heads, config.head_dim)
+        matrix = code.decoder[shape[0] * shape[1] :].view(*shape, -1)
+        bias = code.decoder_bias[shape[0] * shape[1] :].view(*shape)
+        latent = (found.codes / found.total[:, None]).view(shape[0], -1, matrix.shape[2])
+        mixed: Tensor = (latent @ matrix.transpose(1, 2) + bias[:, None]).flatten()
+        return mixed
+
+    def rebuild(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys, turned, and values [kv_heads, stop - start, head_dim] of positions that were taken."""
+        centres, code, config = self._centres(layer, start, stop), self._codes[layer], self._config
+        split = config.kv_heads * config.head_dim
+        values = linear(centres, code.decoder[split:], code.decoder_bias[split:])
+        shape = (stop - start, config.kv_heads, config.head_dim)
+        return self._keys(layer, centres, start), values.view(shape).transpose(0, 1)
+
+    def end_step(self) -> None:
+        """As :class:`~strataflux.client.runtime.cache.KvCache`."""
+        self.length += 1
+
+    def fill(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Nothing to do: codes were taken."""
+
+    def end_fill(self, count: int) -> None:
+        """All layers took codes of positions up to ``count``."""
+        self.length = count
+
+    def truncate(self, length: int) -> None:
+        """As :class:`~strataflux.client.runtime.cache.KvCache`; any position."""
+        check_truncation(length, self.length)
+        self.length = length
+
+    def _centres(self, layer: int, start: int, stop: int) -> Tensor:
+        grid = self._codes[layer].grid
+        return grid.centres(grid.unpack(self.buffer.layers[layer][start:stop]))
+
+    def _keys(self, layer: int, centres: Tensor, start: int) -> Tensor:
+        """[kv_heads, n, head_dim] of ``centres`` [n, width] at ``start`` …, normed and turned."""
+        code, config, norm = self._codes[layer], self._config, self._layers[layer].key_norm
+        split, stop = config.kv_heads * config.head_dim, start + centres.shape[0]
+        keys = linear(centres, code.decoder[:split], code.decoder_bias[:split])
+        keys = keys.view(-1, config.kv_heads, config.head_dim)
+        if norm is not None:
+            keys = rms_norm(keys, (config.head_dim,), norm, config.norm_epsilon)
+        return rotate(keys, self._cosine[start:stop, None], self._sine[start:stop, None]).transpose(0, 1)
+
+
+def _with_biases(code: FsqLayer, layer: LayerWeights) -> FsqLayer:
+    """``code`` with the model's own biases of keys and values in the decoder's."""
+    if layer.qkv_bias is None:
+        return code
+    return replace(code, decoder_bias=code.decoder_bias + layer.qkv_bias[-code.decoder_bias.shape[0] :])
