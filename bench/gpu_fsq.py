@@ -79,7 +79,7 @@ class Layers:
         """Work memory for a plan."""
         return FsqWork(*self.shape, CUDA, score_splits=plan.score_splits, mix_splits=plan.mix_splits)
 
-    def each(self, body: Callable[[Tensor, FsqDecoder], None]) -> float:
+    def each(self, body: Callable[[Tensor, FsqDecoder], object]) -> float:
         """Microseconds a layer."""
         pairs = [(self.codes[i], self.decoders[i % len(self.decoders)]) for i in range(self.count)]
         return microseconds(lambda: [body(*pair) for pair in pairs], replays=9) / self.count
@@ -132,7 +132,8 @@ def correct(rows: Rows) -> None:
     """All widths, lengths and groups; each launch must also repeat itself to the bit."""
     for kind in KINDS:
         for width in WIDTHS:
-            errors, equal = {}, True
+            errors: dict[str, float] = {}
+            equal = True
             try:
                 for group in GROUPS:
                     case = make_fsq_case(FsqGrid.uniform(width, 16), LENGTHS, KV_HEADS, group, 128, True, CUDA)
@@ -251,7 +252,7 @@ MIXED: Final = FsqGrid((8,) * 48 + (4,) * 112 + (2,) * 128 + (1,) * 80)
 
 
 def portable(rows: Rows, best: dict[tuple[int, int, int], float]) -> None:
-    """The Triton kernel at 28 x: right where it is compiled, and how fast; of 4 bits each, of mixed bits, and evicted."""
+    """The Triton kernel at 28 x, compiled: of 4 bits each, of mixed bits, and with a position for each token."""
     for name, grid, placed in (("4 bits", FsqGrid.uniform(292, 16), False), ("8, 4, 2, 1 bits", MIXED, False),
                                ("8, 4, 2, 1 bits, own positions", MIXED, True)):  # fmt: skip
         case = make_fsq_case(grid, (4097, 70), KV_HEADS, 2, 128, True, CUDA)

@@ -1,5 +1,5 @@
 // What kernels/gpu/fsq_attend.cu asks of a Hopper GPU, for a host: warpgroup products from their definition (the PTX
-// manual's wgmma, K-major without swizzle), copies made at once, and barriers that are always passed.
+// manual's wgmma, K-major without swizzle), and copies made at once.
 #include "fiber_emulation.h"
 
 static Meeting of_team[8] = {{128}, {128}, {128}, {128}, {128}, {128}, {128}, {128}};
@@ -53,11 +53,18 @@ static void product(Value (&acc)[N / 2], const unsigned int (&a)[4], unsigned lo
   }
 }
 
-static void make_barrier(unsigned long long*) {}
+// A barrier counts the phases that are over, below, and the bytes that this phase still waits for, above.
+static void make_barrier(unsigned long long* barrier) { *barrier = 0; }
 static void announce_barriers() {}
-static void expect_bytes(unsigned long long*, unsigned int) {}
-static void copy_bytes(void* to, const void* from, unsigned int bytes, unsigned long long*) { std::memcpy(to, from, bytes); }
-static void wait_for_bytes(unsigned long long*, unsigned int) {}
+static void expect_bytes(unsigned long long* barrier, unsigned int bytes) { *barrier += (unsigned long long)bytes << 32; }
+static void copy_bytes(void* to, const void* from, unsigned int bytes, unsigned long long* barrier) {
+  std::memcpy(to, from, bytes);
+  *barrier -= (unsigned long long)bytes << 32;
+  if (*barrier >> 32 == 0) ++*barrier;
+}
+static void wait_for_bytes(unsigned long long* barrier, unsigned int parity) {
+  while (*barrier % 2 == parity) swapcontext(&fibers[threadIdx.x].context, &scheduler);
+}
 static unsigned int multiply_halves(unsigned int a, unsigned int b) {
   return halves(low_half(a) * low_half(b), high_half(a) * high_half(b));
 }

@@ -1,6 +1,7 @@
 """Attention to discrete codes against the definition in float64: on a Hopper GPU, else on emulated blocks."""
 
 import ctypes
+import dataclasses
 import re
 import shutil
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from strataflux.kernels.gpu.fsq_decoder import FsqDecoder, RebuildKind
 from strataflux.kernels.gpu.fsq_merge import fsq_merge
 from strataflux.kernels.gpu.fsq_work import FsqWork
 from tests.fakes.emulation import emulated
-from tests.fakes.fsq_device import FsqCase, make_fsq_case
+from tests.fakes.fsq_device import FsqCase, make_fsq_case, random_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -132,3 +133,38 @@ def test_outputs_are_those_of_rebuilt_keys_and_values(
     launch(case, decoder, work)
     fsq_merge(work, decoder.values, out)
     assert _relative(out, case.exactly()) < BOUNDS[numbers[0]]
+
+
+@pytest.mark.parametrize(("score_splits", "mix_splits"), [(1, 1), (2, 5), (5, 3)])
+def test_splits_change_nothing(score_splits: int, mix_splits: int, launch: Launch, device: torch.device) -> None:
+    case = _case_of(CASES[4], device)
+    decoder = FsqDecoder(case.heads, case.codes.shape[1], device, "int8")
+    outs = []
+    for work in (_work(case), _work(case, score_splits, mix_splits)):
+        outs.append(torch.full(case.queries.shape, torch.nan, device=device))
+        launch(case, decoder, work)
+        fsq_merge(work, decoder.values, outs[-1])
+    assert _relative(outs[1], outs[0].double()) < 1e-3  # weights are rounded relative to other maxima
+
+
+def test_what_has_no_kernel_is_refused() -> None:
+    cpu = torch.device("cpu")
+    with pytest.raises(ValueError, match=r"coordinates of \[2, 4\] bits"):
+        FsqDecoder(random_heads(FsqGrid((4,) * 8 + (2,) * 8), 1, 64, True, cpu), 1, cpu)
+    wide = random_heads(FsqGrid.uniform(1024, 16), 1, 128, True, cpu)
+    with pytest.raises(ValueError, match="of shared memory as half, 232448 are there"):
+        teams_of(FsqDecoder(wide, 1, cpu, "half"))
+    assert teams_of(FsqDecoder(wide, 1, cpu, "int8")) == 2
+    wider = random_heads(FsqGrid.uniform(2300, 16), 1, 64, True, cpu)
+    wider = dataclasses.replace(wider, key_decoder=torch.ones_like(wider.key_decoder))
+    with pytest.raises(ValueError, match="int8 has room below 4194304"):
+        FsqDecoder(wider, 1, cpu, "int8")
+
+
+def test_what_contradicts_itself_is_refused(device: torch.device) -> None:
+    case = _case_of(CASES[0], device)
+    decoder = FsqDecoder(case.heads, case.codes.shape[1], device)
+    with pytest.raises(ValueError, match="the work memory is for"):
+        fsq_attend(case.queries[:1], case.codes, case.lengths, decoder, _work(case))
+    with pytest.raises(ValueError, match="the decoder for 1 blocks"):
+        fsq_attend(case.queries, case.codes, case.lengths, FsqDecoder(case.heads, 1, device), _work(case))
