@@ -63,22 +63,43 @@ __device__ __forceinline__ void spread(u32 (&a)[4], u32 codes, u32 first, u32 se
   a[3] = fma_halves((later & 0x00F000F0u) | 0x64006400u, sixteenth, second);
 }
 
-// Four bytes of a table of 2^BITS bytes, chosen by the four nibbles of `codes`' low half.
+// Nibbles as a byte permutation takes them: of four bits, three that choose a byte, and from which half of a table.
+struct Picks { u32 entry, half; };
 template <int BITS>
-__device__ __forceinline__ u32 choose(const u32* table, u32 codes) {
-  if (BITS == 2) return __byte_perm(table[0], 0, codes);
-  if (BITS == 3) return __byte_perm(table[0], table[1], codes);
-  u32 entry = codes & 0x7777u;
-  u32 upper = 0x3210u | ((codes & 0x8888u) >> 1);
-  return __byte_perm(__byte_perm(table[0], table[1], entry), __byte_perm(table[2], table[3], entry), upper);
+__device__ __forceinline__ Picks picks(u32 codes) {
+  if (BITS < 4) return {codes, 0};
+  return {codes & 0x77777777u, (codes >> 1 & 0x44444444u) | 0x32103210u};
+}
+
+// Four bytes of a table of 2^BITS bytes, chosen by the four nibbles of the picks' low halves.
+template <int BITS>
+__device__ __forceinline__ u32 choose(const u32* table, Picks by) {
+  if (BITS == 2) return __byte_perm(table[0], 0, by.entry);
+  if (BITS == 3) return __byte_perm(table[0], table[1], by.entry);
+  return __byte_perm(__byte_perm(table[0], table[1], by.entry), __byte_perm(table[2], table[3], by.entry), by.half);
 }
 
 // Codebook values of four codes of one row: low bytes from the table's first half, high bytes from its second.
 template <int BITS>
-__device__ __forceinline__ void look_up(u32& first, u32& second, const u32* table, u32 codes) {
-  u32 low = choose<BITS>(table, codes), high = choose<BITS>(table + (1 << BITS) / 4, codes);
+__device__ __forceinline__ void look_up(u32& first, u32& second, const u32* table, Picks by) {
+  u32 low = choose<BITS>(table, by), high = choose<BITS>(table + (1 << BITS) / 4, by);
   first = __byte_perm(low, high, 0x5140u);
   second = __byte_perm(low, high, 0x7362u);
+}
+
+// Of codebooks of 16 values one row in two is looked up in shared memory instead, two values at once: permutations alone
+// would take as long as the weights take to come. All pairs of rows 8 … 15 of each tile.
+template <int TILES, int THREADS>
+__device__ __forceinline__ void make_pairs(u32 (*pairs)[8][256], const u32* tables) {
+  for (int i = threadIdx.x; i < TILES * 8 * 64; i += THREADS) {
+    const int first = i % 16, four = i / 16 % 4, row = i / 64 % 8, tile = i / 512, shift = 8 * (first % 4);
+    const u32* table = tables + (16 * tile + 8 + row) * 8;
+    const u32 value = (table[first / 4] >> shift & 255) | (table[4 + first / 4] >> shift & 255) << 8;
+    const u32 low = table[four], high = table[4 + four];
+#pragma unroll
+    for (int s = 0; s < 4; s++)
+      pairs[tile][row][first + 16 * (4 * four + s)] = value | (low >> 8 * s & 255) << 16 | (high >> 8 * s & 255) << 24;
+  }
 }
 
 template <int COUNT>
@@ -98,7 +119,11 @@ lowbit_gemv(const uint4* words, const uint4* meta, const u16* x, float* y, int r
             const Errand* errands, int errand_count, int beside) {
   constexpr int META = GROUPS ? GROUPS / 2 : 1;              // uint4 a strip and lane
   constexpr int TABLE = GROUPS ? 4 : 2 * (1 << BITS) / 4;    // words of one row's codebook
-  __shared__ float partial[WARPS][16 * TILES][8 * COLUMNS];
+  constexpr bool PAIRS = !GROUPS && BITS == 4;
+  constexpr int PARTIAL = WARPS * 16 * TILES * 8 * COLUMNS, PAIRED = PAIRS ? TILES * 8 * 256 : 0;
+  __shared__ u32 memory[PARTIAL > PAIRED ? PARTIAL : PAIRED];  // pairs of values, and in the end partial sums
+  auto pairs = (u32(*)[8][256])memory;
+  auto partial = (float(*)[16 * TILES][8 * COLUMNS])memory;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int block = (int)blockIdx.x - (BESIDE ? beside : 0), tile0 = block * TILES;
 
@@ -129,6 +154,10 @@ lowbit_gemv(const uint4* words, const uint4* meta, const u16* x, float* y, int r
       for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int i = 0; i < TABLE; i++) table[r][half][i] = tables[(16 * r + 8 * half + g) * TABLE + i];
+    if (PAIRS) {
+      make_pairs<TILES, 32 * WARPS>(pairs, tables);
+      __syncthreads();
+    }
   }
   float sum[TILES][COLUMNS][4] = {};
   wait_for_previous_kernel();
@@ -158,8 +187,10 @@ lowbit_gemv(const uint4* words, const uint4* meta, const u16* x, float* y, int r
             u32 zero0 = __byte_perm(pair[0], 0, 0x3232u), zero1 = __byte_perm(pair[1], 0, 0x3232u);
             spread(a, codes, zero0 | 0xE400E400u, (zero1 << 4) | 0xD400D400u);
           } else {
-            look_up<BITS>(a[0], a[2], table[r][0], codes);
-            look_up<BITS>(a[1], a[3], table[r][1], codes >> 16);
+            const Picks by = picks<BITS>(codes);
+            look_up<BITS>(a[0], a[2], table[r][0], by);
+            if (PAIRS) a[1] = pairs[r][g][codes >> 16 & 255], a[3] = pairs[r][g][codes >> 24];
+            else look_up<BITS>(a[1], a[3], table[r][1], {by.entry >> 16, by.half >> 16});
           }
 #pragma unroll
           for (int c = 0; c < COLUMNS; c++) {
@@ -181,6 +212,7 @@ lowbit_gemv(const uint4* words, const uint4* meta, const u16* x, float* y, int r
       if (strip + DEPTH * WARPS < strips) prefetch(d, strip + DEPTH * WARPS);
     }
   }
+  if (PAIRS) __syncthreads();  // no warp looks pairs up any more
 #pragma unroll
   for (int r = 0; r < TILES; r++)
 #pragma unroll
