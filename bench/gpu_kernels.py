@@ -275,20 +275,29 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=175.0)
     parser.add_argument("--coherence", action="store_true", help="the proof of gpu_coherence.py, 60 seconds more")
+    parser.add_argument("--only", nargs="+", default=[], help="sections")
+    parser.add_argument("--variants", nargs="+", default=[], choices=list(VARIANTS), help="low-bit weights")
     options = parser.parse_args()
     rows = Rows(options.out, options.seconds + 110 * options.coherence)
     torch.manual_seed(0)
     torch.zeros(1, device="cuda")
-    rows.run("environment", lambda: environment(rows))
-    rows.run("gemv", lambda: build(rows))
-    rows.run("stack", lambda: stack(rows))
-    rows.run("refine", lambda: refine_kernels(rows))
-    rows.run("bundle", lambda: bundle_kernels(rows))
-    rows.run("select", lambda: select_kernels(rows))
-    rows.run("gemv", lambda: gemv_correct(rows))
-    rows.run("ceiling", lambda: ceilings(rows))
-    rows.run("gemv sweep", lambda: gemv_sweep(rows))
-    rows.run("gemlite", lambda: child(rows, "gemlite", [str(HERE / "gpu_gemlite.py")], 90))
+    for name in set(VARIANTS) - set(options.variants or VARIANTS):
+        del VARIANTS[name]
+    sections: dict[str, Callable[[], None]] = {
+        "environment": lambda: environment(rows),
+        "build": lambda: build(rows),
+        "stack": lambda: stack(rows),
+        "refine": lambda: refine_kernels(rows),
+        "bundle": lambda: bundle_kernels(rows),
+        "select": lambda: select_kernels(rows),
+        "gemv": lambda: gemv_correct(rows),
+        "ceiling": lambda: ceilings(rows),
+        "gemv sweep": lambda: gemv_sweep(rows),
+        "gemlite": lambda: child(rows, "gemlite", [str(HERE / "gpu_gemlite.py")], 90),
+    }
+    for name, body in sections.items():
+        if not options.only or name in options.only:
+            rows.run(name, body)
     if options.coherence:
         coherence = [str(HERE / "gpu_coherence.py"), "--seconds", "60"]
         rows.run("coherence", lambda: child(rows, "coherence", coherence, 110))
