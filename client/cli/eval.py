@@ -35,6 +35,7 @@ from strataflux.client.cli.options import (
     spoken_refinement,
 )
 from strataflux.client.cli.output import Output, progress
+from strataflux.client.cli.read_ahead import ReadAheadOption, spoken_prefetches
 from strataflux.client.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def _command(
     dense: Annotated[bool, typer.Option("--dense", help="Whole windows at once, as if nothing missed.")] = False,
     device: Annotated[str, typer.Option(help="Where --dense, or --kv METHOD, runs: cpu or cuda.")] = "cpu",
     miss: MissOption = "skip",
+    read_ahead: ReadAheadOption = 0.0,
     weight_cache: WeightCacheOption = None,
     kv: KvOption = None,
     refine_kv: RefineKvOption = "4/4",
@@ -124,7 +126,8 @@ def _command(
         _refuse_together("--kv", unfit | {"--reference": reference})
         where, policy, cache = parse_starts(starts), parse_miss(miss), kv_cache or _DEFAULT_KV_CACHE
         size = context or _KV_CONTEXT
-        command = KvCommand(folder, text, options, size, windows, where, policy, kv_oracle, cache, runtime_dir)
+        asked_for = (where, policy, kv_oracle, cache, runtime_dir, read_ahead)
+        command = KvCommand(folder, text, options, size, windows, *asked_for)
         _low_bit_kv(output, command, kv_cache)
         return
     model = _Model.open(folder, reference)
@@ -132,7 +135,7 @@ def _command(
         _dense(output, model, _windows(model.prepared, text, tokens or _DENSE_TOKENS, windows), k, device)
         return
     scored = (text, tokens or _TOKENS, windows)
-    _refined(output, model, scored, (k, parse_miss(miss)), weight_cache, runtime_dir)
+    _refined(output, model, scored, (k, parse_miss(miss), read_ahead), weight_cache, runtime_dir)
 
 
 def _low_bit_kv(output: Output, command: KvCommand, kv_cache: str | None) -> None:
@@ -145,15 +148,18 @@ def _refined(
     output: Output,
     model: "_Model",
     scored: tuple[Path | None, int, int],
-    asked: tuple[int | None, MissPolicy],
+    asked: tuple[int | None, MissPolicy, float],
     weight_cache: str | None,
     runtime_dir: Path | None,
 ) -> None:
     if runtime_dir is not None:
         _refuse_together("--runtime-dir", {"--weight-cache": weight_cache})
-    (k, policy), manifest, cache_bytes = asked, model.prepared.manifest, model.cache_bytes(weight_cache)
-    found = _through_daemon(model, _windows(model.prepared, *scored), k, policy, cache_bytes, runtime_dir)
+    (k, policy, ahead), manifest, cache_bytes = asked, model.prepared.manifest, model.cache_bytes(weight_cache)
+    found = _through_daemon(model, _windows(model.prepared, *scored), asked, cache_bytes, runtime_dir)
     settings = {"tokens": scored[1], "windows": scored[2], **refined_by(manifest, k), "miss": str(policy)}
+    settings |= {"read_ahead": ahead, "prefetches": found.session.weight_prefetches.to_json()}
+    if ahead:
+        output.print(spoken_prefetches(found.session.weight_prefetches))
     _show(output, found, settings, spoken_refinement(manifest, k))
 
 
@@ -185,8 +191,7 @@ class _Model:
 def _through_daemon(
     model: _Model,
     windows: list[list[int]],
-    k: int | None,
-    miss: MissPolicy,
+    asked: tuple[int | None, MissPolicy, float],
     cache_bytes: int,
     runtime_dir: Path | None,
 ) -> "Evaluation":
@@ -202,7 +207,8 @@ def _through_daemon(
             with progress("starting a daemon (its first start compiles)"):
                 runtime_dir = stack.enter_context(daemon).runtime_dir
         with progress("scoring tokens", sum(len(window) - 1 for window in windows)) as advance:
-            return evaluate(prepared, exact, windows, runtime_dir, k=k, miss=miss, on_token=advance)
+            k, miss, ahead = asked
+            return evaluate(prepared, exact, windows, runtime_dir, k=k, miss=miss, on_token=advance, ahead=ahead)
 
 
 def _refuse_together(option: str, others: Mapping[str, object]) -> None:

@@ -27,6 +27,7 @@ from strataflux.client.cli.options import (
     refined_by,
 )
 from strataflux.client.cli.output import Output, print_note, progress
+from strataflux.client.cli.read_ahead import ReadAheadOption
 from strataflux.client.errors import DaemonUnavailableError, MisuseError, RefusedError
 from strataflux.client.schemes import store_slot_bytes
 
@@ -56,6 +57,7 @@ def _command(
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     k: ChannelsOption = None,
     miss: MissOption = "skip",
+    read_ahead: ReadAheadOption = 0.0,
     runtime_dir: RuntimeDirOption = None,
     require_daemon: Annotated[
         bool, typer.Option("--require-daemon", help="Fail when no daemon serves this model, not go on unrefined.")
@@ -91,9 +93,11 @@ def _command(
     if device == "cuda":
         if not isinstance(policy, Skip):
             raise MisuseError("--miss", miss, "skip", "a captured step waits for nothing; use --device cpu")
+        if read_ahead:
+            raise MisuseError("--read-ahead", f"{read_ahead:g}", "0", "captured steps ask by misses; use --device cpu")
         said = _on_cuda(prepared, text, sampling, k, platform, runtime_dir, require_daemon, cache, hot_tier)
     else:
-        said = _on_cpu(prepared, text, sampling, k, policy, runtime_dir, require_daemon, cache)
+        said = _on_cpu(prepared, text, sampling, k, (policy, read_ahead), runtime_dir, require_daemon, cache)
     output.result(said | refined_by(prepared.manifest, k))
 
 
@@ -142,7 +146,7 @@ def _on_cpu(
     text: _Text,
     sampling: "Sampling",
     k: int | None,
-    policy: "MissPolicy",
+    policy: "tuple[MissPolicy, float]",
     runtime_dir: "Path | None",
     required: bool,
     kv: "KvOptions | None",
@@ -187,14 +191,17 @@ def _attach(
     context: int,
     runtime_dir: "Path | None",
     k: int | None,
-    policy: "MissPolicy",
+    policy: "tuple[MissPolicy, float]",
     required: bool,
     kv: "KvOptions | None",
 ) -> "RefinedModel | None":
     from strataflux.client.refined import RefinedModel
 
+    miss, ahead = policy
     try:
-        return RefinedModel.attach(prepared, weights, context=context, runtime_dir=runtime_dir, k=k, miss=policy, kv=kv)
+        return RefinedModel.attach(
+            prepared, weights, context=context, runtime_dir=runtime_dir, k=k, miss=miss, kv=kv, ahead=ahead
+        )
     except (DaemonUnavailableError, RefusedError) as error:
         if required:
             raise

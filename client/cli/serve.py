@@ -22,6 +22,7 @@ from strataflux.client.cli.options import (
     parse_miss,
 )
 from strataflux.client.cli.output import Output, print_note, progress
+from strataflux.client.cli.read_ahead import ReadAheadOption
 from strataflux.client.errors import InputError, MisuseError
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def _command(
     refine_prompt: _RefinePromptOption = False,
     k: ChannelsOption = None,
     miss: MissOption = "skip",
+    read_ahead: ReadAheadOption = 0.0,
     kv: KvOption = None,
     refine_kv: RefineKvOption = "4/4",
     group: GroupOption = 4,
@@ -97,7 +99,7 @@ def _command(
     policy, key = parse_miss(miss), _read_key(api_key_file)
     prepared = open_prepared(folder)
     positions = _positions(prepared, context)
-    model_options = ModelOptions(positions, sequences, runtime_dir, k, policy, options, require_daemon)
+    model_options = ModelOptions(positions, sequences, runtime_dir, k, policy, options, require_daemon, read_ahead)
     settings = _Settings(host, port, key, name or folder.resolve().name, queue, refine_prompt)
     _serve(Output(as_json), prepared, settings, model_options, _renderer(prepared, chat_template))
 

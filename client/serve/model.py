@@ -76,6 +76,7 @@ class ModelOptions:
     miss: MissPolicy
     kv: KvOptions | None
     require_daemon: bool
+    ahead: float = 0.0
 
 
 class ServedModel:
@@ -152,6 +153,7 @@ class ServedModel:
                 k=o.k,
                 miss=o.miss,
                 kv=o.kv,
+                ahead=o.ahead,
             )
         except (DaemonUnavailableError, RefusedError) as error:
             if o.require_daemon:
