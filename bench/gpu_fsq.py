@@ -9,6 +9,8 @@ but the kernels it names: where one cannot run, its row says why. Sections can b
 """
 
 import argparse
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,10 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-sys.path.append(str(HERE.parent))  # last: folders there are named like packages
+sys.path.insert(0, str(HERE.parent))  # only for this: folders there are named like packages
+from tests.fakes.fsq_device import make_fsq_case, random_heads
+
+sys.path.remove(str(HERE.parent))
 from gpu_kernels import environment
 from gpu_timing import Rows, relative_error
 
@@ -39,7 +44,6 @@ from strataflux.kernels.gpu.fsq_attend_triton import FsqRows, fsq_attend_triton
 from strataflux.kernels.gpu.fsq_decoder import FsqDecoder, RebuildKind
 from strataflux.kernels.gpu.fsq_merge import fsq_merge
 from strataflux.kernels.gpu.fsq_work import FsqWork
-from tests.fakes.fsq_device import make_fsq_case, random_heads
 
 CUDA: Final = torch.device("cuda")
 KV_HEADS: Final = 8
@@ -289,6 +293,17 @@ def ceilings(rows: Rows) -> None:
     rows.add("ceiling", "bf16 matrix product", teraflops=2 * 8192**3 / took / 1e6)
 
 
+def tests(rows: Rows) -> None:
+    """The kernels' tests where they are compiled."""
+    files = [f"tests/kernels/test_gpu_fsq{which}.py" for which in ("", "_triton")]
+    options = ["-c", os.devnull, "--rootdir", ".", "--import-mode=importlib", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *files]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=max(10.0, rows.left()))
+    lines = run.stdout.splitlines()
+    rows.add("tests", "kernels", summary=lines[-1:], detail=[s for s in lines if s[:3] == "E  "][:12],
+             failed=[line for line in lines if line.startswith("FAILED")][:12])  # fmt: skip
+
+
 def main() -> None:
     """Run every section within the time given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -296,10 +311,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--groups", nargs="*", type=int, default=[2])
-    parser.add_argument("--plans", nargs="*", default=["-,-,-"], help="teams,score splits,mix splits; - is the default")
+    parser.add_argument("--plans", nargs="*", default=["0,0,0"], help="teams,score splits,mix splits; 0: the default")
     options = parser.parse_args()
     rows, groups = Rows(options.out, options.seconds), tuple(options.groups)
-    plans = [Plan(*(None if part == "-" else int(part) for part in plan.split(","))) for plan in options.plans]
+    plans = [Plan(*(int(part) or None for part in plan.split(","))) for plan in options.plans]
     torch.manual_seed(0)
     torch.zeros(1, device="cuda")
     best: dict[tuple[int, int, int], float] = {}
@@ -312,6 +327,7 @@ def main() -> None:
         "splits": lambda: splits(rows),
         "portable": lambda: portable(rows, best),
         "ceilings": lambda: ceilings(rows),
+        "tests": lambda: tests(rows),
     }
     for name, body in sections.items():
         if not options.only or name in options.only:

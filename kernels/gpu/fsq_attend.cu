@@ -31,6 +31,16 @@ __device__ __forceinline__ u32 code_word(const u8* block, int chunk, int token, 
   return last_word<BYTES % 16>(block + BYTES / 16 * 1024 + token * (BYTES % 16), c);
 }
 
+// The same from shared memory, where reading on is allowed: no branches, for the sake of the products between them.
+template <int BYTES>
+__device__ __forceinline__ u32 shared_word(const u8* block, int chunk, int token, int c) {
+  if (chunk < BYTES / 16) return code_word<BYTES>(block, chunk, token, c);
+  const int LEFT = BYTES % 16, at = token * LEFT + 4 * c, bits = 8 * (LEFT - 4 * c);
+  const u32* words = (const u32*)(block + BYTES / 16 * 1024) + at / 4;
+  const u32 mask = bits >= 32 ? ~0u : bits > 0 ? (1u << bits) - 1 : 0;
+  return __funnelshift_r(words[0], words[1], 8 * (at % 4)) & mask;
+}
+
 template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, bool NORM>
 struct Scores {
   typedef typename Sum<KIND>::Type Value;
@@ -55,7 +65,7 @@ struct Scores {
     for (int i = 0; i < 4; i += STEPS_A_CHUNK) {
       if (i >= count) break;
       const int chunk = (first + i) / STEPS_A_CHUNK;
-      u32 low = code_word<BYTES>(codes, chunk, token, c), high = code_word<BYTES>(codes, chunk, token + 8, c);
+      u32 low = shared_word<BYTES>(codes, chunk, token, c), high = shared_word<BYTES>(codes, chunk, token + 8, c);
       if constexpr (KIND == HALF) {
 #pragma unroll
         for (int s = 0; s < 2; s++) {

@@ -68,5 +68,8 @@ static void wait_for_bytes(unsigned long long* barrier, unsigned int parity) {
 static unsigned int multiply_halves(unsigned int a, unsigned int b) {
   return halves(low_half(a) * low_half(b), high_half(a) * high_half(b));
 }
+static unsigned int __funnelshift_r(unsigned int low, unsigned int high, unsigned int bits) {
+  return (unsigned int)(((unsigned long long)high << 32 | low) >> bits);
+}
 static unsigned int minus_halves(unsigned int a) { return a ^ 0x80008000u; }
 static float rsqrtf(float x) { return 1 / std::sqrt(x); }
