@@ -321,10 +321,10 @@ def main() -> None:
     sections: dict[str, Callable[[], None]] = {
         "environment": lambda: environment(rows),
         "build": lambda: build(rows, tuple(sorted({*groups, *GROUPS}))),
-        "baseline": lambda: baselines(rows, best, groups),
-        "speed": lambda: speed(rows, best, groups, plans),
         "correct": lambda: correct(rows),
         "splits": lambda: splits(rows),
+        "baseline": lambda: baselines(rows, best, groups),
+        "speed": lambda: speed(rows, best, groups, plans),
         "portable": lambda: portable(rows, best),
         "ceilings": lambda: ceilings(rows),
         "tests": lambda: tests(rows),
