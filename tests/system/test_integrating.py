@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from strataflux.client.launch import PrivateDaemon
+from strataflux.client.prepare.fsq import FsqSettings
+from strataflux.client.prepare.fsq_request import FsqRequest
 from strataflux.client.prepare.settings import PrepareSettings
 from strataflux.client.prepare.write import prepare
 from tests.system.test_demo import tiny_source
@@ -33,7 +36,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     write_hf(tmp_path / "checkpoint", source, hf_tensors(source), model_type="llama")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=source.tokenizer(), eos_token="<|end|>")
     tokenizer.save_pretrained(tmp_path / "checkpoint")
-    prepared = prepare(source, tmp_path / "prepared", PrepareSettings())
+    given = torch.randint(0, 258, (8, 400), generator=torch.Generator().manual_seed(0))
+    codes = FsqRequest("16x", FsqSettings(16, 0, "clamp"), "original")
+    prepared = prepare(source, tmp_path / "prepared", PrepareSettings(tokens=given, codes=(codes,)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with PrivateDaemon(
@@ -56,6 +61,7 @@ def test_a_transformers_model(place: Path, capsys: pytest.CaptureFixture[str]) -
     assert said.startswith("The city of")
     assert "state='attached'" in said
     assert names["model"].strataflux.stats().state == "attached"
+    assert names["cache"].nbytes == 512 * 2 * 16
     names["detach"](names["model"])
 
 
