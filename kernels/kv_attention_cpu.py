@@ -1,8 +1,9 @@
 """The operations of :mod:`strataflux.kernels.kv_attention`, compiled for a CPU: codes are used as they lie.
 
 Scales are folded: per tile the query is multiplied by A once, codes give dot products as they are, and one product a
-token with B ends it; for values the weights take A and the sums take B. Sums of a row run in 16 lanes, which the
-compiler turns into vectors without being allowed to reorder additions. Records are read at their addresses, in place.
+token with B ends it; for values the weights take A and the sums take B. Where a sum is of one row it runs in 16 lanes,
+which the compiler turns into vectors without being allowed to reorder additions. Records are read at their addresses,
+in place.
 """
 
 import math
@@ -167,18 +168,46 @@ def _key_logits(
 ) -> None:
     """Fill ``logits`` [kv_heads, heads, tokens] for scaled ``queries`` [kv_heads, heads, D]; scales: [tiles, ...]."""
     kv_heads, heads, head_dim = queries.shape
-    lanes, row = np.empty(_LANES, np.float32), np.empty(head_dim, np.float32)
-    folded, constant = np.empty((heads, head_dim), np.float32), np.empty(heads, np.float32)
+    lanes, sums = np.empty(_LANES, np.float32), np.empty(_TILE, np.float32)
+    # Channel by channel, all tokens of a tile are summed side by side: no sum of a row has to be taken apart in lanes.
+    columns, folded = np.empty((head_dim, _TILE), np.float32), np.empty(head_dim, np.float32)
     for i in range(blocks.size):
         for j in range(kv_heads):
+            _code_columns(codes[blocks[i], j], planes, columns)
             for h in range(heads):
-                constant[h] = _dot(queries[j, h], zero[i, j], lanes)
+                sums[:] = _dot(queries[j, h], zero[i, j], lanes)
                 for d in range(head_dim):
-                    folded[h, d] = queries[j, h, d] * scale[i, j, d]
-            for t in range(_TILE):
-                _code_row(codes[blocks[i], j], planes, t, row)
-                for h in range(heads):
-                    logits[j, h, i * _TILE + t] = (_dot(folded[h], row, lanes) + constant[h]) * other[i, j, t]
+                    folded[d] = queries[j, h, d] * scale[i, j, d]
+                for d in range(0, head_dim, 4):
+                    for t in range(_TILE):
+                        low = folded[d] * columns[d, t] + folded[d + 1] * columns[d + 1, t]
+                        high = folded[d + 2] * columns[d + 2, t] + folded[d + 3] * columns[d + 3, t]
+                        sums[t] += low + high
+                for t in range(_TILE):
+                    logits[j, h, i * _TILE + t] = sums[t] * other[i, j, t]
+
+
+@compiled
+def _code_columns(tile: _Bytes, planes: _Integers, columns: _Floats) -> None:
+    """Codes of a tile as floats, [channels, tokens]."""
+    columns[:] = 0
+    at, head_dim = 0, columns.shape[0]
+    for p in range(planes.shape[0]):
+        width, low = planes[p, 0], planes[p, 1]
+        per = 8 // width
+        mask, weight = np.int32((1 << width) - 1), np.float32(1 << low)
+        for d in range(head_dim):
+            for line in range(_TILE // per):
+                byte, t = np.int32(tile[at + line * head_dim + d]), per * line
+                if per == 4:  # written out, four tokens are one vector
+                    columns[d, t] += weight * np.float32(byte & mask)
+                    columns[d, t + 1] += weight * np.float32((byte >> np.int32(2)) & mask)
+                    columns[d, t + 2] += weight * np.float32((byte >> np.int32(4)) & mask)
+                    columns[d, t + 3] += weight * np.float32((byte >> np.int32(6)) & mask)
+                else:
+                    for s in range(per):
+                        columns[d, t + s] += weight * np.float32((byte >> np.int32(width * s)) & mask)
+        at += _TILE * head_dim * width // 8
 
 
 @compiled
