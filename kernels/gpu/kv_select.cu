@@ -1,7 +1,8 @@
 // The strongest token groups of each KV head, listed; kv_select.py gives the formula.
 //
 // Shares are counted by their leading bits while they are made. Then one block a KV head finds the n-th largest by its
-// further bits, counting those that agree with it so far: two passes, whatever the distribution. One more lists.
+// further bits, counting those that agree with it so far: two passes, whatever the distribution. One more lists. Up to
+// 32,768 shares are read once and stay in registers.
 #include "device.cuh"
 
 const u32 EVERY = 0xFFFFFFFFu;
@@ -121,13 +122,61 @@ __device__ __forceinline__ Digit digit_of(const u32* bins, int wanted, int* each
   return *found;
 }
 
+// The part of a KV head's shares that the block holds, four in a row at a time. Where there are none: below any share.
+template <int THREADS>
+struct Held {
+  static const int FOURS = 8, ALL = 4 * FOURS * THREADS;
+  Four of[FOURS];
+  __device__ __forceinline__ int first(int base, int j) const { return base + 4 * ((int)threadIdx.x + THREADS * j); }
+  __device__ __forceinline__ void load(const float* shares, int base, int count) {
+#pragma unroll
+    for (int j = 0; j < FOURS; j++)
+      of[j] = first(base, j) < count ? load_four(shares + first(base, j)) : Four{EVERY, EVERY, EVERY, EVERY};
+  }
+};
+
+// How many of those before are above the floor, and, in the upper half, how many lie on it; `rows` and `all` are shared.
+template <int THREADS>
+__device__ __forceinline__ void rank(u32 (&before)[Held<THREADS>::FOURS], const Held<THREADS>& held, int floor,
+                                     u32 (*rows)[THREADS / 32], u32* all, int warp, int lane) {
+  const int FOURS = Held<THREADS>::FOURS, WARPS = THREADS / 32;
+  static_assert(WARPS >= FOURS, "a warp adds up a row");
+  auto upto = [&](u32 sum) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const u32 left = __shfl_up_sync(EVERY, sum, step);
+      if (lane >= step) sum += left;
+    }
+    return sum;
+  };
+#pragma unroll
+  for (int j = 0; j < FOURS; j++) {
+    u32 mine = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) mine += ((int)held.of[j].bits[i] > floor) + ((u32)((int)held.of[j].bits[i] == floor) << 16);
+    const u32 sum = upto(mine);
+    before[j] = sum - mine;
+    if (lane == 31) rows[j][warp] = sum;
+  }
+  __syncthreads();
+  if (warp < FOURS) {
+    const u32 own = lane < WARPS ? rows[warp][lane] : 0, sum = upto(own);
+    if (lane < WARPS) rows[warp][lane] = sum - own;
+    if (lane == 31) all[warp] = sum;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < FOURS; j++) before[j] += rows[j][warp];
+}
+
 // Lists the selected groups of a KV head, ascending, and leaves the key of the weakest. Blocks: batch · kv_heads.
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
 kv_choose(const int* positions, const float* shares, u32* bins, i64* floors, int* chosen, int* found, int kv_heads,
           int most_groups, int room, int of_tile, i64 numerator, i64 denominator) {
   static_assert(2 * THREADS >= BINS, "a thread has two bins");
-  __shared__ u32 counted[BINS];
+  typedef Held<THREADS> Part;
+  __shared__ u32 counted[BINS], rows[Part::FOURS][THREADS / 32], all[Part::FOURS];
   __shared__ int each[THREADS / 32];
   __shared__ Digit digit;
   const int owner = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -142,6 +191,8 @@ kv_choose(const int* positions, const float* shares, u32* bins, i64* floors, int
     if (threadIdx.x == 0) floors[owner] = 0x7FFFFFFFFFFFFFFFll;
     return;
   }
+  Part held;
+  held.load(shares, 0, count);
   for (int i = threadIdx.x; i < BINS; i += THREADS) counted[i] = load_word(bins + i), bins[i] = 0;
   __syncthreads();
   Digit at = digit_of<THREADS>(counted, selected, each, &digit, warp, lane);
@@ -152,13 +203,12 @@ kv_choose(const int* positions, const float* shares, u32* bins, i64* floors, int
     __syncthreads();
     for (int i = threadIdx.x; i < BINS; i += THREADS) counted[i] = 0;
     __syncthreads();
-#pragma unroll 4
-    for (int first = 4 * threadIdx.x; first - 4 * (int)threadIdx.x < count; first += 4 * THREADS) {
-      const Four four = first < count ? load_four(shares + first) : Four{EVERY, EVERY, EVERY, EVERY};
+    for (int base = 0; base < count; base += Part::ALL) {
+      if (count > Part::ALL) held.load(shares, base, count);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const bool agrees = (four.bits[i] ^ floor) >> (shift + bits) == 0;
-        if (agrees) atomicAdd(counted + (four.bits[i] >> shift & ((1 << bits) - 1)), 1u);
+      for (int i = 0; i < 4 * Part::FOURS; i++) {
+        const u32 share = held.of[i / 4].bits[i % 4];
+        if ((share ^ floor) >> (shift + bits) == 0) atomicAdd(counted + (share >> shift & ((1 << bits) - 1)), 1u);
       }
     }
     __syncthreads();
@@ -166,24 +216,26 @@ kv_choose(const int* positions, const float* shares, u32* bins, i64* floors, int
     floor |= (u32)at.bin << shift;
   }
   int above = 0, level = 0;  // selected so far of those above the floor, and how many lie on it
-  for (int base = 0; base < count; base += 4 * THREADS) {
-    const int first = base + 4 * threadIdx.x;
-    const Four four = first < count ? load_four(shares + first) : Four{};
-    int mine = 0;
+  for (int base = 0; base < count; base += Part::ALL) {
+    if (count > Part::ALL) held.load(shares, base, count);
+    u32 before[Part::FOURS], start = 0;
+    __syncthreads();
+    rank<THREADS>(before, held, (int)floor, rows, all, warp, lane);
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (first < count) mine += (four.bits[i] > floor) + ((four.bits[i] == floor) << 16);
-    const Sums of = scan<THREADS / 32>(mine, each, warp, lane);
-    int ups = above + (of.before & 0xFFFF), ties = level + (of.before >> 16);
+    for (int j = 0; j < Part::FOURS; j++) {
+      int ups = above + (start + before[j] & 0xFFFF), ties = level + (start + before[j] >> 16);
+      start += all[j];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const bool tie = four.bits[i] == floor;
-      if (first >= count || four.bits[i] < floor || (tie && ties >= at.wanted)) continue;
-      chosen[(size_t)owner * room + ups + min(ties, at.wanted)] = first + i;
-      if (tie && ties == at.wanted - 1) floors[owner] = (i64)floor << 32 | (0x7FFFFFFF - (first + i));
-      if (tie) ties++;
-      else ups++;
+      for (int i = 0; i < 4; i++) {
+        const int share = (int)held.of[j].bits[i], group = held.first(base, j) + i;
+        const bool tie = share == (int)floor;
+        if (share < (int)floor || (tie && ties >= at.wanted)) continue;
+        chosen[(size_t)owner * room + ups + min(ties, at.wanted)] = group;
+        if (tie && ties == at.wanted - 1) floors[owner] = (i64)floor << 32 | (0x7FFFFFFF - group);
+        if (tie) ties++;
+        else ups++;
+      }
     }
-    above += of.all & 0xFFFF, level += of.all >> 16;
+    above += start & 0xFFFF, level += start >> 16;
   }
 }

@@ -34,7 +34,25 @@ def _begin(block: tl.tensor) -> None:
 
 
 @triton.jit
-def _end(block: tl.tensor, COUNTERS: tl.constexpr) -> None:
+def _publish(address: tl.tensor, value: tl.tensor, DEVICE: tl.constexpr) -> None:
+    """Store an int32 after all that this thread has seen stored, for whoever reads it with acquire. A store, not an
+    exchange: host memory beyond PCIe knows no atomic operations.
+    """
+    if DEVICE:
+        tl.inline_asm_elementwise(
+            "st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [address, value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(address.to(tl.pointer_type(tl.int32)), value)
+
+
+@triton.jit
+def _end(block: tl.tensor, COUNTERS: tl.constexpr, DEVICE: tl.constexpr) -> None:
     page = tl.load(block + cells.PAGE)
     tail = tl.minimum(tl.load(block + cells.TAIL), tl.load(block + cells.LIMIT))
     tl.store(block + cells.TAIL, tail)
@@ -47,8 +65,7 @@ def _end(block: tl.tensor, COUNTERS: tl.constexpr) -> None:
     tl.store((page + _TAIL_AT).to(tl.pointer_type(tl.int64)), tail)
     tl.debug_barrier()
     # SYNC: step-ended (publish). Release at system scope: all the above is seen before it.
-    ended = (page + _ENDED_AT).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(ended, tl.load(block + cells.STEP).to(tl.int32), sem="release", scope="sys")
+    _publish(page + _ENDED_AT, tl.load(block + cells.STEP).to(tl.int32), DEVICE)
 
 
 def begin_step(block: Tensor) -> None:
@@ -58,4 +75,4 @@ def begin_step(block: Tensor) -> None:
 
 def end_step(block: Tensor) -> None:
     """Queue the last node: tail, counters and ``step_ended`` into the session's page."""
-    _end[(1,)](block, COUNTERS=16, num_warps=1)
+    _end[(1,)](block, COUNTERS=16, DEVICE=block.is_cuda, num_warps=1)
