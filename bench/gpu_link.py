@@ -2,9 +2,10 @@
 
     PYTHONSAFEPATH=1 PYTHONPATH=.importroot python3 bench/gpu_link.py --out rows.json
 
-Each launch of a graph gathers a megabyte of records. Launches that read other records each time (*cold*) find no
-address translated yet; launches that read the same ones over and over (*warm*) do. The memory is four gigabytes, of
-which parts of several sizes are read.
+Each launch of a graph gathers a megabyte of records. Launches that read the same ones over and over (*warm*) find their
+addresses translated; launches that read others each time (*cold*) do not. Nor do these find page tables in the device's
+cache where something else went through it before each (*swept*), as a decode step does. The memory is four gigabytes,
+of which parts of several sizes are read.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from gpu_timing import Rows
 
 from strataflux.client.bench.replays import microseconds
 from strataflux.kernels.gpu.host_memory import HostRegistration
+from strataflux.kernels.gpu.host_pages import HostPages
 
 SIZE = 4 << 30
 CHUNK = 16 << 20
@@ -86,21 +88,36 @@ def allocated(rows: Rows, name: str) -> None:
     measure(rows, name, memory.data_ptr())
 
 
+def large(rows: Rows, name: str) -> None:
+    """Memory of the host that the driver makes and maps in pages of two megabytes."""
+    memory = HostPages(SIZE)
+    try:
+        np.frombuffer(memory.view, np.uint32)[:] = 1
+        measure(rows, name, memory.address)
+    finally:
+        torch.cuda.synchronize()
+        memory.close()
+
+
 def measure(rows: Rows, name: str, address: int) -> None:
-    """Microseconds of a launch and its rate: warm and cold, by record size and by how much memory is read."""
-    for record in (512, 2048, 8192):
+    """Microseconds of a launch and its rate, by record size and by how much memory is read."""
+    sweep, total = torch.ones(48 << 20, device="cuda"), torch.zeros((), device="cuda")
+    alone = microseconds(lambda: [torch.sum(sweep, 0, out=total) for _ in range(LAUNCHES)], replays=5) / LAUNCHES
+    for record in (512, 2048):
         count = GATHERED // record
         out = torch.zeros(GATHERED // 4, dtype=torch.int32, device="cuda")
         found = {}
-        for span in (64 << 20, 512 << 20, SIZE):
+        for span in (512 << 20, SIZE):
             offsets = torch.randint(0, span // record, (LAUNCHES, count), device="cuda") * record
-            for kind, stride in (("warm", 0), ("cold", 1)):
+            for kind in ("warm", "cold", "swept"):
 
-                def body(of: torch.Tensor = offsets, stride: int = stride) -> None:
+                def body(of: torch.Tensor = offsets, kind: str = kind) -> None:
                     for i in range(LAUNCHES):
-                        _gather[(528,)](address, of[stride * i], out, count, record // 4, num_warps=4)
+                        if kind == "swept":
+                            torch.sum(sweep, 0, out=total)
+                        _gather[(528,)](address, of[i * (kind != "warm")], out, count, record // 4, num_warps=4)
 
-                took = microseconds(body, replays=5) / LAUNCHES
+                took = microseconds(body, replays=5) / LAUNCHES - (alone if kind == "swept" else 0.0)
                 found[f"{kind} {span >> 20} MiB"] = (round(took, 1), round(GATHERED / took / 1e3, 1))
         rows.add("link", f"{name}, {record} B", **found)
 
@@ -118,6 +135,7 @@ def main() -> None:
     for name, make in (("shared", shared), ("private, large pages", private)):
         rows.run("link", lambda n=name, m=make: registered(rows, n, m))  # type: ignore[misc]
     rows.run("link", lambda: allocated(rows, "allocated by the driver"))
+    rows.run("link", lambda: large(rows, "pages of 2 MiB"))
     rows.add("end", "all sections")
 
 
