@@ -5,7 +5,7 @@ A budget is a few percent of a step: it is spent inside the step, so that what w
 daemon's grace is not concerned.
 
 What a budget is spent on is found by its *price*, a score: misses below it are skipped. A step that could not wait for
-everything at its price raises it for the next one, a step that had half of its time left lowers it. So the whole
+everything at its price raises it for the next one, a step that had a quarter of its time left lowers it. So the whole
 budget goes to the highest scores of all look-ups of a step, though each look-up decides alone. Ours.
 """
 
@@ -23,8 +23,8 @@ __all__ = ["Allowance", "count_wait", "sleep_until_filled"]
 
 _FIRST_PRICE: Final = 129
 """A sixteenth: of a token's attention, or of the largest activation."""
-_RAISE, _LOWER = 4, 2
-"""A quarter and an eighth of a factor of two."""
+_RAISE, _LOWER = 8, 4
+"""A half and a quarter of a factor of two."""
 _RECENT: Final = 1 / 16
 """Weight of the newest step in the mean time of a step."""
 _PATIENCE: Final = 4
@@ -113,7 +113,7 @@ class Allowance:
         if self._step_nanoseconds:
             if self._refused:
                 self.price = min(self.price + _RAISE, 255)
-            elif 2 * self.left > self._share * self._step_nanoseconds:
+            elif 4 * self.left > self._share * self._step_nanoseconds:
                 self.price = max(self.price - _LOWER, 1)
         self._step_nanoseconds = _mean(self._step_nanoseconds, took)
 
