@@ -221,8 +221,28 @@ __device__ __forceinline__ u32 centres(u32 pair, int level) {
                    : fma_halves(v & 0x000F000Fu | 0x64006400u, 0x3C003C00u, 0xE408E408u);  // 1024 + q - 1032
 }
 
+// A lane's sums of a span with maxima and totals of its two rows: put away, and added to others.
+__device__ __forceinline__ void keep_part(float* to, const float (&sums)[8][4], const float (&most)[2], const float (&total)[2]) {
+#pragma unroll
+  for (int i = 0; i < 32; i++) to[i] = sums[i / 4][i % 4];
+#pragma unroll
+  for (int r = 0; r < 2; r++) to[32 + r] = most[r], to[34 + r] = total[r];
+}
+__device__ __forceinline__ void add_part(const float* from, float (&sums)[8][4], float (&most)[2], float (&total)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float other = from[32 + r], least = -1e30f, both = fmaxf(fmaxf(most[r], other), least);
+    const float keep = power(most[r] - both), gain = power(other - both);  // 0 for parts without tokens
+    total[r] = total[r] * keep + from[34 + r] * gain, most[r] = fmaxf(most[r], other);
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+      for (int n = 2 * r; n < 2 * r + 2; n++) sums[i][n] = sums[i][n] * keep + from[4 * i + n] * gain;
+  }
+}
+
 // Parts of all heads' sums: a warp has SPANS spans of 64 coordinates, of every TURNS-th block of the block's range.
-// parts [batch, heads, pieces, 64 · spans], tops and totals without the last; pieces = splits · TURNS.
+// Warps that take turns are merged at the end. parts [batch, heads, splits, 64 · spans], tops and totals without the last.
 template <int BYTES, int SPANS, int TURNS>
 __global__ void __launch_bounds__(32 * ((BYTES + 31) / 32 + SPANS - 1) / SPANS * TURNS) fsq_mix(
     const u8* codes, const float* scores, const int* lengths, float* parts, float* tops, float* totals, int heads,
@@ -295,13 +315,21 @@ __global__ void __launch_bounds__(32 * ((BYTES + 31) / 32 + SPANS - 1) / SPANS *
     }
   }
 
+  if constexpr (TURNS > 1) {
+    __shared__ float left[(TURNS - 1) * 32 * LANES][37];  // an odd number of words: lanes never meet in a bank
+    const int place = warp % LANES * 32 + lane;
+    if (turn > 0) keep_part(left[(turn - 1) * 32 * LANES + place], sums[0], most, total);
+    __syncthreads();
+    if (turn > 0) return;
+    for (int i = 0; i < TURNS - 1; i++) add_part(left[i * 32 * LANES + place], sums[0], most, total);
+  }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     total[r] += __shfl_xor_sync(EVERY, total[r], 1);
     total[r] += __shfl_xor_sync(EVERY, total[r], 2);
     const int head = ROWS * round + g + 8 * r;
     if (head >= heads) continue;
-    const u64 piece = ((u64)sequence * heads + head) * splits * TURNS + split * TURNS + turn;
+    const u64 piece = ((u64)sequence * heads + head) * splits + split;
     if (span == 0 && c == 0) tops[piece] = most[r], totals[piece] = total[r];
 #pragma unroll
     for (int u = 0; u < SPANS; u++) {

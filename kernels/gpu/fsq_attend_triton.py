@@ -229,7 +229,7 @@ def fsq_attend_triton(
         heads.epsilon, d**-0.5 * 1.4426950408889634,
         H=d // 2, GROUP=group, NORM=heads.key_norm is not None, PLACED=positions is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
-    _mix[(work.pieces, work.spans, -(-count // 16) * batch)](
+    _mix[(work.mix_splits, work.spans, -(-count // 16) * batch)](
         codes, rows.places, rows.middle, lengths, work.scores, work.parts, work.tops, work.totals,
         count, work.blocks, width, grid.nbytes, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -13,24 +13,24 @@ from strataflux.kernels.gpu.fsq_work import FsqWork
 
 __all__ = ["fsq_merge"]
 
-_ROWS = tl.constexpr(32)
+_COLUMNS = tl.constexpr(32)  # of a program: many small ones, each with all parts in flight at once
 _SPAN = tl.constexpr(64)
 
 
 @triton.jit
 def _merge(
     parts: tl.tensor, tops: tl.tensor, totals: tl.tensor, latent: tl.tensor, pieces: tl.tensor, spans: tl.tensor,
-    PIECES: tl.constexpr,
+    PIECES: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    head, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i, piece = span * _SPAN + tl.arange(0, _SPAN), tl.arange(0, PIECES)
+    head, piece = tl.program_id(0).to(tl.int64), tl.arange(0, PIECES)
+    i = tl.program_id(1) * _COLUMNS + tl.arange(0, _COLUMNS)
     first = head * pieces
     top = tl.load(tops + first + piece, mask=piece < pieces, other=float("-inf"))
     most = tl.max(top, 0)
     total = tl.sum(tl.exp2(top - most) * tl.load(totals + first + piece, mask=top > float("-inf"), other=0.0), 0)
-    mixed = tl.zeros((_ROWS, _SPAN), tl.float32)
-    for start in range(0, pieces, _ROWS):
-        row = start + tl.arange(0, _ROWS)
+    mixed = tl.zeros((ROWS, _COLUMNS), tl.float32)
+    for start in range(0, pieces, ROWS):
+        row = start + tl.arange(0, ROWS)
         own = tl.load(tops + first + row, mask=row < pieces, other=float("-inf"))
         held = (own > float("-inf"))[:, None]
         part = tl.load(parts + (first + row)[:, None] * (spans * _SPAN) + i[None, :], mask=held, other=0.0)
@@ -41,16 +41,15 @@ def _merge(
 @triton.jit
 def _decode(
     latent: tl.tensor, decoder: tl.tensor, bias: tl.tensor, out: tl.tensor, heads: tl.tensor, spans: tl.tensor,
-    D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     head, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     at = (head % heads // GROUP) * D + row
     width = spans * _SPAN
-    mixed = tl.zeros((ROWS, _SPAN), tl.float32)
-    for span in range(spans):
-        i = span * _SPAN + tl.arange(0, _SPAN)
-        mixed += tl.load(decoder + at[:, None] * width + i[None, :]) * tl.load(latent + head * width + i)[None, :]
-    tl.store(out + head * D + row, tl.sum(mixed, 1) + tl.load(bias + at))
+    i = tl.arange(0, WIDTH)
+    mean = tl.load(latent + head * width + i, mask=i < width, other=0.0)
+    rows = tl.load(decoder + at[:, None] * width + i[None, :], mask=(i < width)[None, :], other=0.0)
+    tl.store(out + head * D + row, tl.sum(rows * mean[None, :], 1) + tl.load(bias + at))
 
 
 def fsq_merge(work: FsqWork, values: FsqValues, out: Tensor) -> None:
@@ -67,12 +66,13 @@ def fsq_merge(work: FsqWork, values: FsqValues, out: Tensor) -> None:
     kv_heads, d, _ = values.decoder.shape
     if out.numel() != work.batch * work.heads * d:
         raise ValueError(f"out {list(out.shape)} for {work.batch} sequences of {work.heads} heads of {d} channels")
-    count, pieces = work.batch * work.heads, work.pieces
-    _merge[(count, work.spans)](
+    count, pieces = work.batch * work.heads, work.mix_splits
+    most = triton.next_power_of_2(pieces)
+    _merge[(count, 2 * work.spans)](
         work.parts, work.tops, work.totals, work.latent, pieces, work.spans,
-        PIECES=triton.next_power_of_2(pieces), num_warps=4,
+        PIECES=most, ROWS=min(most, 512), num_warps=8,
     )  # fmt: skip
-    _decode[(count, d // 16)](
+    _decode[(count, d // 8)](
         work.latent, values.decoder, values.bias, out, work.heads, work.spans,
-        D=d, GROUP=work.heads // kv_heads, ROWS=16, num_warps=4,
+        D=d, GROUP=work.heads // kv_heads, ROWS=8, WIDTH=triton.next_power_of_2(64 * work.spans), num_warps=4,
     )  # fmt: skip

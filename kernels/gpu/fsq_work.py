@@ -24,7 +24,7 @@ class FsqWork:
 
     Attributes:
         scores: [batch, heads, blocks · 64] float32, logits for powers of two.
-        parts: [batch, heads, pieces, spans · 64] float32, sums of q - 8 relative to 2^tops; ``tops`` and ``totals``
+        parts: [batch, heads, mix_splits, spans · 64] float32, sums of q - 8 relative to 2^tops; ``tops`` and ``totals``
             lack the last axis. A part without tokens has the top -inf.
         latent: [batch, heads, spans · 64] float32, the merged mean of q - 8.
     """
@@ -57,10 +57,9 @@ class FsqWork:
         def room(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
 
-        self.pieces = self.mix_splits * self.turns
         self.scores = room(batch, heads, blocks * BLOCK_TOKENS)
-        self.parts = room(batch, heads, self.pieces, self.spans * _SPAN)
-        self.tops, self.totals = room(batch, heads, self.pieces), room(batch, heads, self.pieces)
+        self.parts = room(batch, heads, self.mix_splits, self.spans * _SPAN)
+        self.tops, self.totals = room(batch, heads, self.mix_splits), room(batch, heads, self.mix_splits)
         self.latent = room(batch, heads, self.spans * _SPAN)
 
     @property
