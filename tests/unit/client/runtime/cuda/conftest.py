@@ -15,6 +15,12 @@ from strataflux.client.prepare.settings import PrepareSettings
 from strataflux.client.prepare.write import prepare
 
 
+@pytest.fixture(autouse=True)
+def _interpreted() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("these tests are for Triton's interpreter; on a GPU tests/gpu and tests/kernels run")
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of models that the tests of this folder share: preparing one takes longer than decoding with it."""
