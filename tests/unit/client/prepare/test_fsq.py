@@ -172,6 +172,57 @@ def test_training_helps_and_goes_on_after_an_interruption(tiny_source: Any, tmp_
         assert torch.allclose(one.decoder, other.decoder, atol=1e-6)
 
 
+def test_what_does_best_on_held_out_text_is_kept_over_an_interruption(tiny_source: Any, tmp_path: Path) -> None:
+    weights = DecoderWeights.read(tiny_source)
+    codes = layers_of(convert(tiny_source, TOKENS, FsqSettings(4, 16, "tanh"), CPU))
+    held_out, text = [TOKENS[:4, :32]], TOKENS[4:].flatten()
+    ruinous = TuneSettings(steps=6, rate=3.0, check_every=1)
+    state = tmp_path / "state"
+    first = FsqTuning(weights, codes, ruinous, state, held_out)
+    first.run(islice(random_sequences(text, 4, 32, seed=0), 3))
+    second = FsqTuning(weights, codes, ruinous, state, held_out)
+    second.run(random_sequences(text, 4, 32, seed=0, first=3))
+    assert second.done
+    assert second.held_out_loss == second.held_out_before == first.held_out_before
+    for one, other in zip(codes, second.result(), strict=True):
+        assert torch.allclose(one.encoder, other.encoder, atol=1e-6)
+        assert torch.allclose(one.decoder, other.decoder, atol=1e-6)
+
+    gentle = FsqTuning(weights, codes, TuneSettings(steps=20, rate=3e-3, check_every=2), held_out=held_out)
+    gentle.run(random_sequences(text, 4, 32, seed=0))
+    assert gentle.held_out_loss < gentle.held_out_before
+
+
+def test_a_step_is_relative_to_what_it_changes(tiny_source: Any) -> None:
+    weights = DecoderWeights.read(tiny_source)
+    codes = layers_of(convert(tiny_source, TOKENS, FsqSettings(16, 0, "clamp"), CPU))
+    tuning = FsqTuning(weights, codes, TuneSettings(steps=1, rate=1e-2, decay=0.0))
+    tuning.run(random_sequences(TOKENS.flatten(), 4, 32, seed=0))
+    rate = tuning._settings.rate_at(1.0)
+    for one, other in zip(codes, tuning.result(), strict=True):
+        sizes = one.decoder.square().mean(0).sqrt()
+        changes = (other.decoder - one.decoder).square().mean(0).sqrt() / sizes
+        assert sizes.max() > 2 * sizes.min()
+        assert float(changes.max()) == pytest.approx(rate, rel=0.05)
+        assert float(changes.median()) == pytest.approx(rate, rel=0.05)
+
+
+def test_the_rate_warms_up_and_falls_by_steps_or_by_the_clock() -> None:
+    settings = TuneSettings(steps=100, rate=1.0)
+    assert settings.rate_at(0.025) == pytest.approx(0.5)
+    assert settings.rate_at(0.05) == pytest.approx(1.0)
+    assert settings.rate_at(0.525) == pytest.approx(0.525)
+    assert settings.rate_at(1.0) == pytest.approx(0.05)
+
+
+def test_time_that_is_over_ends_training(tiny_source: Any) -> None:
+    weights = DecoderWeights.read(tiny_source)
+    codes = layers_of(convert(tiny_source, TOKENS, FsqSettings(4, 16, "tanh"), CPU))
+    tuning = FsqTuning(weights, codes, TuneSettings(steps=10**9, seconds=1e-9))
+    tuning.run(random_sequences(TOKENS.flatten(), 4, 32, seed=0))
+    assert (tuning.step, tuning.done) == (1, True)
+
+
 def test_too_little_text_names_what_is_needed(tiny_source: Any) -> None:
     with pytest.raises(InputError, match=r"60 tokens.*640"):
         convert(tiny_source, TOKENS[:1], FsqSettings(16, 16), CPU)
