@@ -32,6 +32,7 @@ from gpu_timing import Rows, relative_error
 from strataflux.client.bench.replays import microseconds
 from strataflux.kernels.fsq import FsqGrid
 from strataflux.kernels.gpu.fsq_attend import (
+    FsqPlan,
     compile_fsq,
     fsq_attend,
     fsq_mix,
@@ -58,6 +59,7 @@ class Plan(NamedTuple):
     """How a ratio's kernels are launched; None: the default."""
 
     teams: int | None = None
+    unordered: int | None = None
     score_splits: int | None = None
     mix_splits: int | None = None
 
@@ -83,6 +85,10 @@ class Layers:
         """Work memory for a plan."""
         return FsqWork(*self.shape, CUDA, score_splits=plan.score_splits, mix_splits=plan.mix_splits)
 
+    def how(self, plan: Plan) -> FsqPlan:
+        """What the first kernel does by a plan."""
+        return FsqPlan(plan.teams or teams_of(self.decoders[0]), not plan.unordered)
+
     def each(self, body: Callable[[Tensor, FsqDecoder], object]) -> float:
         """Microseconds a layer."""
         pairs = [(self.codes[i], self.decoders[i % len(self.decoders)]) for i in range(self.count)]
@@ -90,15 +96,15 @@ class Layers:
 
     def times(self, plan: Plan) -> dict[str, float]:
         """Of the whole, and of its three parts alone."""
-        work, teams = self.work(plan), plan.teams or teams_of(self.decoders[0])
+        work, how = self.work(plan), self.how(plan)
 
         def whole(codes: Tensor, decoder: FsqDecoder) -> None:
-            fsq_attend(self.queries, codes, self.lengths, decoder, work, teams=teams)
+            fsq_attend(self.queries, codes, self.lengths, decoder, work, how)
             fsq_merge(work, decoder.values, self.out)
 
         return {
             "whole": self.each(whole),
-            "scores": self.each(lambda codes, d: fsq_scores(self.queries, codes, self.lengths, d, work, teams)),
+            "scores": self.each(lambda codes, d: fsq_scores(self.queries, codes, self.lengths, d, work, how)),
             "mix": self.each(lambda codes, _: fsq_mix(codes, self.lengths, work)),
             "merge": self.each(lambda _, d: fsq_merge(work, d.values, self.out)),
         }
@@ -126,7 +132,7 @@ def build(rows: Rows, groups: tuple[int, ...]) -> None:
                     most = teams_of(decoder)
                 except ValueError:
                     continue
-                names |= {scores_instance(decoder, work, teams) for teams in range(max(1, most - 1), most + 1)}
+                names |= {scores_instance(decoder, work, FsqPlan(most, ordered)) for ordered in (True, False)}
     with ThreadPoolExecutor(15) as pool:
         list(pool.map(compile_fsq, sorted(names)))
     rows.add("build", "compiled", instances=len(names))
@@ -246,7 +252,7 @@ def _speed(
         "times_sdpa": best.get((batch, tokens, group), 0.0) / took["whole"],
         "rebuild_teraflops": flops / took["scores"] / 1e6,
         "code_terabytes_per_second": nbytes * batch * tokens / took["whole"] / 1e6,
-        "ran": [scores_instance(layers.decoders[0], work, plan.teams or most), mix_instance(work)],
+        "ran": [scores_instance(layers.decoders[0], work, layers.how(plan)), mix_instance(work)],
         "plans": {str(tuple(p)): {k: round(v, 1) for k, v in t.items()} for p, t in tried.items()},
     }  # fmt: skip
 
@@ -311,7 +317,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--groups", nargs="*", type=int, default=[2])
-    parser.add_argument("--plans", nargs="*", default=["0,0,0"], help="teams,score splits,mix splits; 0: the default")
+    parser.add_argument(
+        "--plans", nargs="*", default=["0,0,0,0"], help="teams,unordered,score splits,mix splits; 0: the default"
+    )
     options = parser.parse_args()
     rows, groups = Rows(options.out, options.seconds), tuple(options.groups)
     plans = [Plan(*(int(part) or None for part in plan.split(","))) for plan in options.plans]

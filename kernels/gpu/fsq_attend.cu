@@ -81,7 +81,9 @@ struct Scores {
   }
 
   // Rows of a block of codes times the decoder: while four steps run, the next four are unpacked.
-  static __device__ __forceinline__ void rebuild(Value (&acc)[D / 2], const u8* codes, const u8* image, int token, int c) {
+  // The next team's products start when the last of these are queued.
+  static __device__ __forceinline__ void rebuild(
+      Value (&acc)[D / 2], const u8* codes, const u8* image, int token, int c, int next) {
     u32 a[2][4][4];
     const u64 start = tile_at<D>(image);
 #pragma unroll
@@ -97,6 +99,7 @@ struct Scores {
       commit_products();
       if (first + 4 < STEPS) finish_products<1>();
     }
+    if (next >= 0) pass_turn(next);
     finish_products<0>();
     hold(acc);
   }
@@ -143,7 +146,7 @@ struct Scores {
 };
 
 // Logits for powers of two, [batch, heads, blocks · 64]; those of tokens beyond a sequence's length mean nothing.
-template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, bool NORM>
+template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, bool NORM, bool ORDERED>
 __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
     const u8* codes, const u8* images, const float4* affine, const u32* gamma, const float2* scalars, const uint2* base,
     const u32* inner, const u32* queries, const int* lengths, float* scores, int kv_heads, int splits, int blocks) {
@@ -200,7 +203,8 @@ __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
   for (int tile = first + team; tile < last; tile += TEAMS, parity ^= 1) {
     wait_for_bytes(barriers + team, parity);
     typename Of::Value acc[D / 2];
-    Of::rebuild(acc, own, shared, token, c);
+    if (ORDERED && tile > first) wait_for_turn(team);
+    Of::rebuild(acc, own, shared, token, c, ORDERED && tile + 1 < last ? (team + 1) % TEAMS : -1);
     meet_group(team);  // all have read their codes
     if (threadIdx.x % 128 == 0 && tile + TEAMS < last) Of::fetch(shared, team, parity ^ 1, from, base, tile + TEAMS);
     float found[4];

@@ -13,7 +13,7 @@ share codes, so these are unpacked once. It sums q - 8 with weights in float16.
 
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from strataflux.kernels.gpu.fsq_work import FsqWork
 from strataflux.kernels.gpu.kv_work import check_heads
 
 __all__ = [
+    "FsqPlan",
     "compile_fsq",
     "fsq_attend",
     "fsq_mix",
@@ -40,6 +41,15 @@ __all__ = [
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 _MOST_SHARED: Final = 232448
 _MOST_TEAMS: Final = 3
+
+
+class FsqPlan(NamedTuple):
+    """How the first kernel works."""
+
+    teams: int
+    """Groups of 128 threads in a block; each has a block of codes of its own."""
+    ordered: bool = True
+    """Teams take turns at the tensor cores: while one multiplies, the others score."""
 
 
 def has_fsq_path(x: Tensor) -> bool:
@@ -69,13 +79,14 @@ def teams_of(decoder: FsqDecoder) -> int:
     )
 
 
-def scores_instance(decoder: FsqDecoder, work: FsqWork, teams: int) -> str:
+def scores_instance(decoder: FsqDecoder, work: FsqWork, plan: FsqPlan) -> str:
     """The template instance that leaves logits."""
     d = decoder.heads.head_dim
     group = check_heads(d, work.heads, decoder.heads.kv_heads)
     norm = "false" if decoder.heads.key_norm is None else "true"
+    order = "true" if plan.ordered and plan.teams > 1 else "false"
     kind = {"half": "HALF", "int8": "INT8", "fp8": "FP8"}[decoder.kind]
-    return f"fsq_scores<{kind}, {d}, {work.grid.nbytes}, {group}, {teams}, {norm}>"
+    return f"fsq_scores<{kind}, {d}, {work.grid.nbytes}, {group}, {plan.teams}, {norm}, {order}>"
 
 
 def mix_instance(work: FsqWork) -> str:
@@ -84,7 +95,7 @@ def mix_instance(work: FsqWork) -> str:
 
 
 def fsq_attend(
-    queries: Tensor, codes: Tensor, lengths: Tensor, decoder: FsqDecoder, work: FsqWork, *, teams: int | None = None
+    queries: Tensor, codes: Tensor, lengths: Tensor, decoder: FsqDecoder, work: FsqWork, plan: FsqPlan | None = None
 ) -> None:
     """Leave parts of each sequence's attention. Queued on the current stream; no allocation.
 
@@ -95,7 +106,7 @@ def fsq_attend(
         lengths: [batch] int32 on the device: tokens of each sequence; at least 1.
         decoder: of this layer, for as many blocks.
         work: of the same sizes; overwritten.
-        teams: of 128 threads in a block; None: as many as fit.
+        plan: of the first kernel; None: as many teams as fit, in order.
 
     Raises:
         ValueError: shapes that contradict each other or have no kernel. CudaError: this device has no such kernel.
@@ -107,18 +118,20 @@ def fsq_attend(
             f"queries {list(queries.shape)} and codes {list(codes.shape)}: the work memory is for {list(expected[0])} "
             f"and {list(expected[1])}, codes of {work.grid.nbytes} bytes; the decoder for {decoder.blocks} blocks"
         )
-    fsq_scores(queries, codes, lengths, decoder, work, teams_of(decoder) if teams is None else teams)
+    fsq_scores(queries, codes, lengths, decoder, work, plan or FsqPlan(teams_of(decoder)))
     fsq_mix(codes, lengths, work)
 
 
-def fsq_scores(queries: Tensor, codes: Tensor, lengths: Tensor, decoder: FsqDecoder, work: FsqWork, teams: int) -> None:
+def fsq_scores(
+    queries: Tensor, codes: Tensor, lengths: Tensor, decoder: FsqDecoder, work: FsqWork, plan: FsqPlan
+) -> None:
     """The first half of :func:`fsq_attend`: logits of all tokens; its arguments are not checked again."""
     kv_heads, splits = decoder.heads.kv_heads, work.score_splits(decoder.heads.kv_heads)
-    size = shared_bytes(decoder, teams)
+    size = shared_bytes(decoder, plan.teams)
     prepared = (decoder.images, decoder.affine, decoder.gamma, decoder.scalars, decoder.base, decoder.inner)
     given = _arguments(codes, *prepared, queries, lengths, work.scores, kv_heads, splits, work.blocks)
-    function = _function(scores_instance(decoder, work, teams), size, queries.get_device())
-    function.launch(work.batch * splits * kv_heads, 128 * teams, given, early=False, shared_bytes=size)
+    function = _function(scores_instance(decoder, work, plan), size, queries.get_device())
+    function.launch(work.batch * splits * kv_heads, 128 * plan.teams, given, early=False, shared_bytes=size)
 
 
 def fsq_mix(codes: Tensor, lengths: Tensor, work: FsqWork) -> None:

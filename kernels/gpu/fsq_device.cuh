@@ -86,6 +86,10 @@ __device__ __forceinline__ void meet_group(int group) {
   asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
 
+// One team says that the next may go on, whose threads wait for that.
+__device__ __forceinline__ void pass_turn(int to) { asm volatile("bar.arrive %0, 256;" ::"r"(to + 8) : "memory"); }
+__device__ __forceinline__ void wait_for_turn(int team) { asm volatile("bar.sync %0, 256;" ::"r"(team + 8) : "memory"); }
+
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

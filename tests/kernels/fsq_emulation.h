@@ -7,6 +7,11 @@ static unsigned int left_sides[8][2][128][4];
 static int team_turns[1024];
 
 static void meet_group(int team) { meet(of_team[team]); }
+static Meeting of_turn[8] = {{256}, {256}, {256}, {256}, {256}, {256}, {256}, {256}};
+static void wait_for_turn(int team) { meet(of_turn[team]); }
+static void pass_turn(int to) {
+  if (++of_turn[to].arrived == of_turn[to].expected) of_turn[to].arrived = 0, of_turn[to].held++;
+}
 static void begin_products() {}
 static void commit_products() {}
 template <int LEFT>

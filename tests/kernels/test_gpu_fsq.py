@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
 
 from strataflux.kernels.fsq import FsqGrid
 from strataflux.kernels.gpu.fsq_attend import (
+    FsqPlan,
     fsq_attend,
     has_fsq_path,
     mix_instance,
@@ -72,7 +73,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     for numbers in CASES:
         case = _case_of(numbers, torch.device("cpu"))
         decoder = FsqDecoder(case.heads, case.codes.shape[1], torch.device("cpu"), numbers[0])
-        scores, mix = scores_instance(decoder, _work(case), teams_of(decoder)), mix_instance(_work(case))
+        scores = scores_instance(decoder, _work(case), FsqPlan(teams_of(decoder)))
+        mix = mix_instance(_work(case))
         runs |= {name: _run(name, pointers) for name, pointers in ((scores, 10), (mix, 6))}
     pointer = "struct Pointer { void* to; template <typename T> operator T*() const { return (T*)to; } };\n"
     folder = tmp_path_factory.mktemp("fsq")
@@ -92,7 +94,7 @@ def _on_emulation(library: ctypes.CDLL) -> Launch:
     def launch(case: FsqCase, decoder: FsqDecoder, work: FsqWork) -> None:
         teams, kv_heads = teams_of(decoder), case.heads.kv_heads
         splits = work.score_splits(kv_heads)
-        scores, mix = scores_instance(decoder, work, teams), mix_instance(work)
+        scores, mix = scores_instance(decoder, work, FsqPlan(teams)), mix_instance(work)
         assert shared_bytes(decoder, teams) <= 16384 * 16
 
         def pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
