@@ -6,7 +6,9 @@ one, the old machine code is used without a word. So each module's code lies in 
 depend on: the module's source, and that of each module of this package it imports, followed to the end. The digest also
 covers the versions of Numba and Python and the CPU's name. An edit so costs the compilation of what depends on it,
 and nothing else. Functions that can reach more than their module imports (those of tests and benchmarks, and closures,
-which call what they were made with) stand under the digest of all compiled code.
+which call what they were made with) stand under the digest of all compiled code. A type of an argument can choose
+what is called (a state its replacement policy): code for a type of a module that the function's own does not import
+lies in a folder for both.
 Folders of digests that nobody used for thirty days are removed.
 
 Numba's cache is pickle: whoever can write to it runs code as us. The folders are therefore created 0700, and one that
@@ -23,7 +25,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -31,6 +33,7 @@ from typing import Any, TypeVar, cast
 import llvmlite.binding
 import numba
 import numba.core.config
+from numba.core.caching import FunctionCache
 
 __all__ = [
     "PACKAGE_ROOT",
@@ -87,23 +90,75 @@ def borrowing(fn: F) -> F:
 
 def _compile(fn: F, *, counting: bool) -> F:
     apart = fn.__closure__ is not None or fn.__module__ not in _sources()
-    folder = str(cache_folder("" if apart else fn.__module__))
-    # Numba reads its setting while it decorates. It is put back at once: other users of Numba in this process
-    # keep their own cache folder.
-    with _decorating:
-        previous = _numba_config.CACHE_DIR
-        _numba_config.CACHE_DIR = folder
-        try:
-            options: dict[str, Any] = {"boundscheck": False, "error_model": "numpy", "_nrt": counting}
-            return cast(F, numba.njit(nogil=True, cache=True, **options)(fn))
-        finally:
-            _numba_config.CACHE_DIR = previous
+    options: dict[str, Any] = {"boundscheck": False, "error_model": "numpy", "_nrt": counting}
+    dispatcher = numba.njit(nogil=True, **options)(fn)
+    dispatcher._cache = _CodeCache(fn, "" if apart else fn.__module__)
+    return cast(F, dispatcher)
+
+
+class _CodeCache:
+    """Where Numba keeps and finds the machine code of one function: by the modules that the types of its arguments are
+    of. It stands in the place of a dispatcher's own :class:`FunctionCache`, and has what is called of that.
+    """
+
+    def __init__(self, fn: Callable[..., Any], module: str) -> None:
+        self._fn = fn
+        self._module = module
+        self._caches: dict[tuple[str, ...], Any] = {}
+        self._cache_of(())
+
+    @property
+    def cache_path(self) -> str:
+        """Of what depends on no type."""
+        return str(self._cache_of(()).cache_path)
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        """The code for a signature; None if there is none."""
+        return self._cache_of(self._modules(signature)).load_overload(signature, target)
+
+    def save_overload(self, signature: Any, code: Any) -> None:
+        """Keep it."""
+        self._cache_of(self._modules(signature)).save_overload(signature, code)
+
+    def flush(self) -> None:
+        """Forget all of it."""
+        for kept in self._caches.values():
+            kept.flush()
+
+    def _modules(self, signature: Any) -> tuple[str, ...]:
+        """Modules that code for ``signature`` can depend on beside those of the function itself."""
+        named = {module for module in _modules_of(getattr(signature, "args", signature)) if module in _sources()}
+        if named and self._module:
+            named -= _sources().closure([self._module])
+        return tuple(sorted(named))
+
+    def _cache_of(self, modules: tuple[str, ...]) -> Any:
+        # Numba reads its setting when it makes a cache. It is put back at once: other users of Numba in this process
+        # keep their own cache folder.
+        with _decorating:
+            if modules not in self._caches:
+                previous = _numba_config.CACHE_DIR
+                _numba_config.CACHE_DIR = str(cache_folder(self._module, *modules))
+                try:
+                    self._caches[modules] = FunctionCache(self._fn)  # type: ignore[no-untyped-call]
+                finally:
+                    _numba_config.CACHE_DIR = previous
+            return self._caches[modules]
+
+
+def _modules_of(kinds: Iterable[Any]) -> Iterator[str]:
+    """The modules of all named tuples among Numba types, nested ones included."""
+    for kind in kinds:
+        if isinstance(kind, numba.types.BaseTuple):
+            if hasattr(kind, "instance_class"):
+                yield kind.instance_class.__module__
+            yield from _modules_of(cast(Iterable[Any], kind))
 
 
 @cache
-def cache_folder(module: str) -> Path:
-    """The checked folder for the code of ``module`` ("": what may depend on all of it), below :func:`cache_root`; made
-    if need be, chosen once a process.
+def cache_folder(module: str, *others: str) -> Path:
+    """The checked folder for the code of ``module`` ("": what may depend on all of it) and of ``others`` that types
+    bring in, below :func:`cache_root`; made if need be, chosen once a process.
 
     Raises:
         CompiledCacheError: as :func:`compiled`.
@@ -112,7 +167,7 @@ def cache_folder(module: str) -> Path:
     first = not cache_folder.cache_info().currsize
     if first:
         _make_private(root, forbidden=0o022)
-    folder = root / _sources().digest(module)
+    folder = root / _sources().digest(module, *others)
     # Numba makes folders below this one with the caller's umask, so this one must keep everybody else out.
     _make_private(folder, forbidden=0o077)
     os.utime(folder)
@@ -156,13 +211,13 @@ class Sources:
     def __contains__(self, module: str) -> bool:
         return self._text(module) is not None
 
-    def digest(self, module: str) -> str:
-        """32 hexadecimal digits over all that compiled code of ``module`` can depend on; "" stands for every module
-        that has compiled code.
+    def digest(self, module: str, *others: str) -> str:
+        """32 hexadecimal digits over all that compiled code of ``module`` and ``others`` can depend on; "" stands for
+        every module that has compiled code.
         """
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{numba.__version__} {sys.implementation.cache_tag} {_host_cpu()}".encode())
-        for name in sorted(self.closure([module] if module else self.compiling())):
+        for name in sorted(self.closure([module, *others] if module else {*self.compiling(), *others})):
             digest.update(f"\0{name}\0".encode() + self._text_digest(name))
         return digest.hexdigest()
 

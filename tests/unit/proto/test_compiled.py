@@ -111,6 +111,24 @@ def test_each_module_has_its_own_folder(root: Path) -> None:
     assert not (root / Sources(PACKAGE_ROOT).digest("")).exists()
 
 
+def test_code_for_a_type_lies_apart_under_the_module_of_that_type(root: Path) -> None:
+    """What a type chooses is not imported by who is compiled for it, and changes nobody else's code."""
+    from strataflux.cache_policy import lru, sieve
+
+    def length(state: Any) -> int:
+        return len(state.counts)
+
+    length.__module__ = "strataflux.proto.ring"
+    counting = compiled(length)
+    for policy in (lru, sieve):
+        assert counting(policy.make_state(4, 3, 1)) == 3
+    sources = Sources(PACKAGE_ROOT)
+    for policy in (lru, sieve):
+        folder = root / sources.digest("strataflux.proto.ring", policy.__name__)
+        assert len(list(folder.rglob("*.nbc"))) == 1
+    assert not list((root / sources.digest("strataflux.proto.ring")).rglob("*.nbc"))
+
+
 def test_closure_stands_under_the_digest_of_all_compiled_code(root: Path) -> None:
     @compiled
     def double(a: int) -> int:
