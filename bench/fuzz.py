@@ -196,7 +196,7 @@ def account(control: Control) -> dict[str, int]:
     (bad,) = (row for session, row in rows.items() if names[session] == "fuzzer")
     right = sum(row.requests for session, row in rows.items() if names[session] != "fuzzer")
     return {
-        "entries_taken": bad.requests,
+        "entries_taken": bad.requests + sum(kind.prefetches for kind in stats.kinds),
         "entries_invalid": bad.invalid,
         "entries_that_name_a_record": bad.requests - bad.invalid,
         "entries_not_counted": bad.requests - bad.invalid + right - stats.requests.taken,

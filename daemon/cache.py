@@ -1,7 +1,7 @@
-"""Slots and directories: allocate, publish, evict, recycle. The reader thread only.
+"""Slots and directories: allocate, publish, retire, recycle. The reader thread only.
 
-The tier owns slots, bytes and directory entries; :mod:`strataflux.cache_policy` orders them and picks victims. States
-of a slot stand in :mod:`strataflux.daemon.state`. Pairs:
+The tier owns slots, bytes and directory entries; :mod:`strataflux.cache_policy` orders them and picks victims, which
+:mod:`strataflux.daemon.evict` has retired. States of a slot stand in :mod:`strataflux.daemon.state`. Pairs:
 
 * ``begin_fill`` / ``publish`` or ``abandon_fill``
 * ``retire`` / ``free`` (in between lies the grace of :mod:`strataflux.daemon.grace`)
@@ -12,10 +12,12 @@ carries that record;
 slots in use equals its FILLING + VALID + RETIRED slots.
 """
 
-from strataflux.cache_policy import budget, lru
-from strataflux.cache_policy.base import later_by, wide
+from strataflux.cache_policy import budget
+from strataflux.cache_policy.base import wide
+from strataflux.daemon import replacement
 from strataflux.daemon.counting import follow, hash_of, kind_of, unfollow
 from strataflux.daemon.rows import EVICTED_CAPACITY
+from strataflux.daemon.slots import set_pending, slot_number
 from strataflux.daemon.state import (
     ABSENT,
     FILLING,
@@ -23,81 +25,32 @@ from strataflux.daemon.state import (
     NONE,
     PENDING_NONE,
     PENDING_SEEN,
+    PREFETCHED,
     RETIRED,
+    USED,
     VALID,
     Core,
 )
+from strataflux.daemon.uses import newest_use, note_leaving
 from strataflux.proto import layout
-from strataflux.proto.atomics import load_u32, store_release_u32, store_u32
+from strataflux.proto.atomics import store_release_u32
 from strataflux.proto.compiled import borrowing
 
 __all__ = [
     "abandon_fill",
-    "ask_page",
     "begin_fill",
     "drain_page",
-    "evict_ahead",
-    "evict_one",
     "free",
     "is_draining",
     "leave_page",
-    "pending_of",
     "publish",
     "quarantine",
     "retire",
     "retire_unseen",
-    "set_pending",
-    "slot_address",
-    "slot_entry",
-    "slot_number",
-    "was_resident",
 ]
 
 _UNITS = layout.UNITS_PER_PAGE
-_EVICTIONS_A_SWEEP = 256
 _TABLE_SHIFT = layout.TABLE_SHIFT
-
-
-@borrowing
-def slot_number(c: Core, entry: int) -> int:
-    """Directory's number (256-byte units) of a slot entry that belongs to a class."""
-    page = entry // _UNITS
-    return wide(page * _UNITS + (entry - page * _UNITS) * c.classes[c.slots[entry].cls].units)
-
-
-@borrowing
-def slot_address(c: Core, entry: int) -> int:
-    """Address of a slot's bytes in this process."""
-    page = entry // _UNITS
-    inside = (entry - page * _UNITS) * c.classes[c.slots[entry].cls].units
-    return wide(c.page_address[page] + inside * layout.SLOT_UNIT_BYTES)
-
-
-@borrowing
-def slot_entry(c: Core, number: int) -> int:
-    """Entry of a slot number that a directory of ours names."""
-    page = number // _UNITS
-    first = page * _UNITS
-    return wide(first + (number - first) // c.classes[c.pages.pages[page].owner].units)
-
-
-@borrowing
-def pending_of(c: Core, table: int, oid: int) -> int:
-    """What the reader is doing about a record: PENDING_NONE, PENDING_QUEUED, or its filling slot's entry + 1."""
-    return wide(load_u32(c.tables[table].pending + 4 * oid)) & ~PENDING_SEEN
-
-
-@borrowing
-def set_pending(c: Core, table: int, oid: int, value: int) -> None:
-    """Change :func:`pending_of`; that a record was resident once is kept."""
-    at = c.tables[table].pending + 4 * oid
-    store_u32(at, (wide(load_u32(at)) & PENDING_SEEN) | value)
-
-
-@borrowing
-def was_resident(c: Core, table: int, oid: int) -> bool:
-    """The record was published at least once since the daemon started."""
-    return bool(wide(load_u32(c.tables[table].pending + 4 * oid)) & PENDING_SEEN)
 
 
 @borrowing
@@ -154,7 +107,7 @@ def begin_fill(c: Core, cls: int, table: int, oid: int) -> int:
     slot.state = FILLING
     slot.table = table
     slot.oid = oid
-    slot.used = 0
+    slot.marks = 0
     slot.pinned = 0
     set_pending(c, table, oid, entry + 1)
     return wide(entry)
@@ -167,9 +120,11 @@ def publish(c: Core, entry: int) -> None:
     table, oid = wide(slot.table), wide(slot.oid)
     clock = c.rd[0].clock
     slot.state = VALID
-    slot.filled = clock
+    slot.seen = clock
+    c.rd[0].unseen += slot.marks & PREFETCHED != 0
     c.classes[slot.cls].filling -= 1
-    lru.insert(c.policy, entry, wide(slot.cls), table << _TABLE_SHIFT | oid, clock, wide(slot.score))
+    place, key, cls = replacement.place_of(c, entry), table << _TABLE_SHIFT | oid, wide(slot.cls)
+    replacement.insert(c.policies[c.classes[cls].kind], place, cls, key, clock, wide(slot.score))
     slot.prev = NONE
     if hash_of(oid, table) < c.rd[0].sampled_hashes:
         follow(c, entry, slot_number(c, entry))
@@ -204,10 +159,10 @@ def retire(c: Core, entry: int, cause: int) -> None:
     slot = c.slots[entry]
     kind = kind_of(c.tables[slot.table])
     c.evicted[kind, cause] += 1
-    c.kinds[kind].fills_unused += slot.used == 0
+    note_leaving(c, entry)
     if slot.prev != NONE:
         unfollow(c, entry)
-    lru.remove(c.policy, entry, True)
+    replacement.remove(c.policies[c.classes[slot.cls].kind], replacement.place_of(c, entry), cause == EVICTED_CAPACITY)
     # The fence that follows is the batch's: grace.close_batch. SYNC: directory-entry (publish).
     store_release_u32(c.tables[slot.table].directory + 4 * wide(slot.oid), layout.ENTRY_ABSENT)
     slot.state = RETIRED
@@ -221,19 +176,9 @@ def retire(c: Core, entry: int, cause: int) -> None:
 @borrowing
 def retire_unseen(c: Core, entry: int, cause: int) -> None:
     """:func:`retire` for another reason than age: nobody has looked yet whether the slot was used."""
-    if c.slots[entry].used == 0:
-        since, sessions = _since(c, entry), c.stamp_owner[layout.MAX_SESSIONS]
-        if lru.newest_stamp(slot_number(c, entry), since, c.rd[0].clock, c.stamps, c.stepped, sessions) != since:
-            _note_use(c, entry)
+    if c.slots[entry].marks & USED == 0:
+        newest_use(c, entry)
     retire(c, entry, cause)
-
-
-@borrowing
-def _since(c: Core, entry: int) -> int:
-    """Stamps later than this are news of a slot: its first use may lie in the tick of the fill itself."""
-    if c.slots[entry].used == 0:
-        return (wide(c.slots[entry].filled) - 1) & 0xFFFFFFFF
-    return wide(c.policy.nodes[entry].position)
 
 
 @borrowing
@@ -265,76 +210,6 @@ def _move_page(c: Core, page: int, cls: int) -> None:
     c.rd[0].page_moves += 1
     if owner >= 0:
         _own_page(c, page, owner)
-
-
-@borrowing
-def evict_one(c: Core, cls: int) -> bool:
-    """Retire the class's best victim; False if it has none that may go.
-
-    Lazy LRU: a tail that a session stamped since its position moves to the head with that stamp; at most
-    ``lru.REINSERTIONS`` times, then the tail is taken. A pinned fill that nobody used yet counts as just used. Its
-    first use is looked for since it was filled, that tick included: whoever waited comes at once, with the clock of a
-    step that may have begun before the slot was moved here, and a use that is missed keeps the slot to the deadline.
-    """
-    clock = c.rd[0].clock
-    sessions = c.stamp_owner[layout.MAX_SESSIONS]
-    for attempt in range(lru.REINSERTIONS + 1):
-        entry = lru.candidate(c.policy, cls)
-        if entry == NONE:
-            return False
-        slot = c.slots[entry]
-        position = wide(c.policy.nodes[entry].position)
-        since = _since(c, entry)
-        stamp = lru.newest_stamp(slot_number(c, entry), since, clock, c.stamps, c.stepped, sessions)
-        if stamp != since:
-            _note_use(c, entry)
-        if later_by(position, stamp) > 0:
-            stamp = position
-        pinned = slot.used == 0 and slot.pinned != 0 and later_by(wide(slot.pinned), clock) > 0
-        if pinned:
-            stamp = clock
-        if attempt == lru.REINSERTIONS or (stamp == position and not pinned):
-            if pinned:
-                return False
-            retire(c, entry, EVICTED_CAPACITY)
-            return True
-        lru.touch(c.policy, entry, stamp, 0)
-    return False
-
-
-@borrowing
-def _note_use(c: Core, entry: int) -> None:
-    """A sign that a fill was worth it; the first counts."""
-    slot = c.slots[entry]
-    if slot.used == 0:
-        slot.used = 1
-        c.kinds[kind_of(c.tables[slot.table])].fills_useful += 1
-
-
-@borrowing
-def evict_ahead(c: Core) -> None:
-    """Keep 1/16 of every class free or about to be, so that a burst of misses finds room.
-
-    Nothing is evicted while the class may still take an unused page, nor while a quarter of it waits for grace.
-    """
-    for cls in range(c.rd[0].n_classes):
-        group = c.classes[cls]
-        if group.slots == 0 or c.pages.pools[c.pages.classes[cls].budget].unused > 0:
-            continue
-        reserve = max(group.slots // 16, 1)
-        for _ in range(_EVICTIONS_A_SWEEP):
-            if group.free + group.retired >= reserve or not evict_one(c, cls):
-                break
-
-
-@borrowing
-def ask_page(c: Core, cls: int) -> None:
-    """A class starves: ask the budget whether a colder class should give it a page, and drain that page."""
-    for other in range(c.rd[0].n_classes):
-        c.tails[other] = lru.tail_clock(c.policy, other)
-    page = budget.pick_drain(c.pages, cls, c.tails, c.rd[0].clock)
-    if page != budget.NO_PAGE:
-        drain_page(c, page, EVICTED_CAPACITY)
 
 
 @borrowing

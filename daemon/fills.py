@@ -1,9 +1,7 @@
 """Fills: from the queue through device reads into published slots. The reader thread only.
 
-A *window* is one read in flight: an aligned piece of a store's file that covers one record, or several neighbours. It
-lands in the window's own part of the bounce pool, is copied and checksummed into the slots in one pass, and only then
-published. States of a window: FREE ── start_fills ──► IN FLIGHT ── finish_reads ──► FREE; a short read goes
-round again.
+What a read brought into its window (:mod:`strataflux.daemon.windows`) is copied and checksummed into the slots in one
+pass, and only then published. What nobody missed is read by :mod:`strataflux.daemon.ahead`, and ends here, too.
 
 Invariant: a FILLING slot is in the chain of exactly one window in flight; only bytes whose CRC was right are published.
 """
@@ -14,51 +12,31 @@ import numpy as np
 
 from strataflux.cache_policy.base import later_by, wide
 from strataflux.daemon import engines
-from strataflux.daemon.cache import (
-    abandon_fill,
-    ask_page,
-    begin_fill,
-    evict_one,
-    is_draining,
-    pending_of,
-    publish,
-    quarantine,
-    slot_address,
-)
+from strataflux.daemon.cache import abandon_fill, begin_fill, is_draining, publish, quarantine
 from strataflux.daemon.counting import bucket_of, kind_of
+from strataflux.daemon.evict import ask_page, evict_one, is_worth
 from strataflux.daemon.puts import buffer_base, finish_write, is_gone
 from strataflux.daemon.requests import drop, pop, push_again, put_back, release
 from strataflux.daemon.rows import ERRNOS
-from strataflux.daemon.state import AHEAD, DEPTH_BUCKETS, FILL_BUCKETS_US, NONE, Core
+from strataflux.daemon.slots import slot_address
+from strataflux.daemon.state import AHEAD, FILL_BUCKETS_US, NONE, PREFETCHED, Core
+from strataflux.daemon.uses import advise
+from strataflux.daemon.windows import close_window, extent_of, join, open_window, section_of, send
 from strataflux.proto import layout
 from strataflux.proto.atomics import load_u32
 from strataflux.proto.checksum import copy_crc32c
 from strataflux.proto.compiled import borrowing
 
-__all__ = ["finish_reads", "section_of", "start_fills", "start_preload"]
+__all__ = ["finish_reads", "start_fills"]
 
 _AWAITING = layout.offset_of(layout.SESSION_PAGE, "awaiting")
+_PREFETCH_FILLS = layout.offset_of(layout.SESSION_VIEW, "prefetch_fills")
 _EINTR, _EIO, _EAGAIN, _EINVAL = 4, 5, 11, 22
 _KEY_SHIFT = 32
 _OID = 0xFFFFFFFF
 _PIN_AT_MOST = 60_000
 _BUCKETS_US = np.array(FILL_BUCKETS_US, np.int64)
-_DEPTHS = np.array(DEPTH_BUCKETS, np.int64)
 _RETRIES = 1
-
-
-@borrowing
-def section_of(c: Core, table: int, oid: int) -> int:
-    """The section that holds a record, by bisection over its table's sections."""
-    low = c.tables[table].first_section
-    high = low + c.tables[table].sections
-    while high - low > 1:
-        middle = (low + high) // 2
-        if c.sections[middle].first <= oid:
-            low = middle
-        else:
-            high = middle
-    return wide(low)
 
 
 @borrowing
@@ -70,7 +48,7 @@ def start_fills(c: Core, e: Any) -> int:
     for i in range(count):
         place = c.wanted[i]
         key, retries = c.queue[place].key, wide(c.queue[place].retries)
-        if is_gone(c, key >> _KEY_SHIFT, key & _OID):
+        if is_gone(c, key >> _KEY_SHIFT, key & _OID) or _is_rejected(c, place):
             drop(c, place)
             continue
         entry = _slot_for(c, place, key >> _KEY_SHIFT, key & _OID)
@@ -84,18 +62,36 @@ def start_fills(c: Core, e: Any) -> int:
             release(c, place)
             started += 1
             continue
-        if retries or window == NONE or not _join(c, window, entry):
-            _send(c, e, window)
-            window = _open_window(c, entry)
+        if retries or window == NONE or not join(c, window, entry):
+            send(c, e, window)
+            window = open_window(c, entry)
             if retries:
-                _send(c, e, window)
+                send(c, e, window)
                 window = NONE
         release(c, place)
         started += 1
-    _send(c, e, window)
+    send(c, e, window)
     for i in range(kept - 1, -1, -1):
         _wait_or_drop(c, c.wanted[i])
     return started
+
+
+@borrowing
+def _is_rejected(c: Core, place: int) -> bool:
+    """The policy would rather keep what the record would replace: it stays absent, and its next miss asks again. Nobody
+    may wait for it.
+    """
+    if c.rd[0].learns == 0:
+        return False
+    request = c.queue[place]
+    table, oid = wide(request.key >> _KEY_SHIFT), wide(request.key & _OID)
+    if is_worth(c, c.sections[section_of(c, table, oid)].cls, table, oid, wide(request.score)):
+        return False
+    session = wide(request.session)
+    if session >= 0 and load_u32(c.sessions[session].page + _AWAITING) != 0:
+        return False
+    c.kinds[kind_of(c.tables[table])].rejected += 1
+    return True
 
 
 @borrowing
@@ -152,7 +148,7 @@ def _wait_or_drop(c: Core, place: int) -> None:
     if group.retired * 4 > group.slots:
         _drop_for_grace(c, place)
         return
-    if not evict_one(c, cls):
+    if not evict_one(c, cls, True):
         ask_page(c, cls)
         if group.retired + group.filling + c.pages.classes[cls].coming == 0:
             _drop_for_grace(c, place)
@@ -167,78 +163,6 @@ def _drop_for_grace(c: Core, place: int) -> None:
     if session >= 0:
         c.sessions[session].dropped_grace += 1
     drop(c, place)
-
-
-@borrowing
-def _open_window(c: Core, entry: int) -> int:
-    """A free window around one record."""
-    window = c.rd[0].free_window
-    w = c.windows[window]
-    c.rd[0].free_window = w.next_free
-    c.rd[0].in_flight += 1
-    table = wide(c.slots[entry].table)
-    offset, length = _extent(c, entry)
-    w.state = 1
-    w.table = table
-    w.offset = offset - offset % c.tables[table].alignment
-    w.needed = offset + length - w.offset
-    w.length = _aligned(w.needed, c.tables[table].alignment)
-    w.done = 0
-    w.chain = entry
-    w.count = 1
-    w.submitted_us = c.rd[0].now_us
-    w.ahead = c.slots[entry].session == AHEAD
-    return wide(window)
-
-
-@borrowing
-def _join(c: Core, window: int, entry: int) -> bool:
-    """Put a record into a window that is not sent yet, if it is a neighbour and the bounce buffer is large enough."""
-    w = c.windows[window]
-    table = wide(c.slots[entry].table)
-    offset, length = _extent(c, entry)
-    needed = offset + length - w.offset
-    near = offset - offset % c.tables[table].alignment <= w.offset + w.length
-    if w.table != table or offset < w.offset or not near:
-        return False
-    if _aligned(needed, c.tables[table].alignment) > c.rd[0].window_bytes:
-        return False
-    w.needed = max(w.needed, needed)
-    w.length = _aligned(w.needed, c.tables[table].alignment)
-    c.slots[entry].next = w.chain
-    w.chain = entry
-    w.count += 1
-    c.rd[0].merged += 1
-    return True
-
-
-@borrowing
-def _extent(c: Core, entry: int) -> tuple[int, int]:
-    """(offset in the file, bytes) of a slot's record."""
-    slot = c.slots[entry]
-    s = c.sections[section_of(c, wide(slot.table), wide(slot.oid))]
-    index = wide(slot.oid) - s.first
-    block = index // s.block
-    return s.offset + block * s.block_stride + (index - block * s.block) * s.stride, s.bytes
-
-
-@borrowing
-def _aligned(length: int, alignment: int) -> int:
-    return (length + alignment - 1) // alignment * alignment
-
-
-@borrowing
-def _send(c: Core, e: Any, window: int) -> None:
-    """Hand a window (or what a short read left of it) to the engine."""
-    if window == NONE:
-        return
-    w = c.windows[window]
-    table = c.tables[w.table]
-    w.direct = table.direct
-    engines.submit(e, window, table.descriptor, w.buffer + w.done, w.length - w.done, w.offset + w.done, False)
-    c.rd[0].reads += 1
-    c.rd[0].depth_sum += c.rd[0].in_flight
-    c.depths[bucket_of(_DEPTHS, c.rd[0].in_flight)] += 1
 
 
 @borrowing
@@ -274,7 +198,7 @@ def _finish(c: Core, e: Any, window: int, result: int) -> None:
         if w.done == before:  # less than a whole unit: the file ends here, and would again
             _read_failed(c, e, window, 0)
             return
-        _send(c, e, window)
+        send(c, e, window)
         return
     took = c.rd[0].now_us - w.submitted_us
     c.rd[0].read_us_sum += took
@@ -284,7 +208,7 @@ def _finish(c: Core, e: Any, window: int, result: int) -> None:
         after = wide(c.slots[entry].next)
         _verify(c, w.buffer - w.offset, entry)
         entry = after
-    _close_window(c, window)
+    close_window(c, window)
 
 
 @borrowing
@@ -297,10 +221,10 @@ def _read_failed(c: Core, e: Any, window: int, result: int) -> None:
             table.descriptor = table.buffered
             table.direct = 0
             table.fallbacks += 1
-        _send(c, e, window)
+        send(c, e, window)
         return
     if result == -_EAGAIN or result == -_EINTR:
-        _send(c, e, window)
+        send(c, e, window)
         return
     c.errnos[0, min(-result, ERRNOS - 1)] += 1
     entry = w.chain
@@ -308,21 +232,13 @@ def _read_failed(c: Core, e: Any, window: int, result: int) -> None:
         after = wide(c.slots[entry].next)
         _give_up(c, entry)
         entry = after
-    _close_window(c, window)
-
-
-@borrowing
-def _close_window(c: Core, window: int) -> None:
-    c.windows[window].state = 0
-    c.windows[window].next_free = c.rd[0].free_window
-    c.rd[0].free_window = window
-    c.rd[0].in_flight -= 1
+    close_window(c, window)
 
 
 @borrowing
 def _verify(c: Core, base: int, entry: int) -> None:
     """Copy one record into its slot, compare its checksum, publish. ``base`` + file offset = address in the pool."""
-    offset, length = _extent(c, entry)
+    offset, length = extent_of(c, entry)
     table, oid = wide(c.slots[entry].table), wide(c.slots[entry].oid)
     found = copy_crc32c(slot_address(c, entry), base + offset, length)
     if np.uint32(found) != load_u32(c.tables[table].checksums + 4 * oid):
@@ -340,8 +256,10 @@ def _verify(c: Core, base: int, entry: int) -> None:
 def _give_up(c: Core, entry: int) -> None:
     """A record could not be read: once more, alone, so that no neighbour can be at fault; then it is quarantined."""
     slot = c.slots[entry]
-    table, oid, tried = wide(slot.table), wide(slot.oid), wide(slot.retries)
+    table, oid, tried, prefetched = wide(slot.table), wide(slot.oid), wide(slot.retries), slot.marks & PREFETCHED
     abandon_fill(c, entry)
+    if prefetched:  # nobody missed it: whoever does will try again
+        return
     if tried >= _RETRIES:
         quarantine(c, table, oid)
         return
@@ -358,7 +276,11 @@ def _count_fill(c: Core, entry: int) -> None:
     c.fill_us[kind, bucket_of(_BUCKETS_US, took)] += 1
     c.kinds[kind].fill_us_sum += took
     session = wide(slot.session)
-    if session == AHEAD:
+    if slot.marks & PREFETCHED:
+        c.kinds[kind].fills_prefetch += 1
+        slot.seen = c.rd[0].clock
+        advise(c, entry, kind, _PREFETCH_FILLS)
+    elif session == AHEAD:
         c.kinds[kind].fills_preload += 1
     else:
         c.kinds[kind].fills += 1
@@ -369,27 +291,3 @@ def _count_fill(c: Core, entry: int) -> None:
         left = later_by(deadline, c.rd[0].clock)
         if deadline and 0 < left <= _PIN_AT_MOST:
             slot.pinned = deadline
-
-
-@borrowing
-def start_preload(c: Core, e: Any) -> int:
-    """Read ahead for stores that want it whole, with half the windows and only into slots that are free anyway."""
-    started = 0
-    for table in range(c.rd[0].n_tables):
-        t = c.tables[table]
-        while t.preload_next != NONE and c.rd[0].in_flight * 2 < c.rd[0].depth:
-            oid = t.preload_next
-            t.preload_next = oid + 1 if oid + 1 < t.records else NONE
-            if load_u32(t.directory + 4 * oid) != 0 or pending_of(c, table, oid) != 0:
-                continue
-            cls = c.sections[section_of(c, table, oid)].cls
-            entry = begin_fill(c, cls, table, oid)
-            if entry == NONE:
-                t.preload_next = NONE
-                break
-            slot = c.slots[entry]
-            slot.retries, slot.session, slot.score, slot.next = 0, AHEAD, 0, NONE
-            slot.asked_us = c.rd[0].now_us & _OID
-            _send(c, e, _open_window(c, entry))
-            started += 1
-    return started

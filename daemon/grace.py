@@ -36,8 +36,12 @@ def observe_steps(c: Core) -> bool:
     any_inside = False
     for place in range(c.stamp_owner[layout.MAX_SESSIONS]):
         session = c.sessions[c.stamp_owner[place]]
-        begun = wide(load_u32(session.page + _BEGUN))
-        inside = begun != wide(load_u32(session.page + _ENDED))
+        begun, ended = wide(load_u32(session.page + _BEGUN)), wide(load_u32(session.page + _ENDED))
+        inside = begun != ended
+        if begun != session.begun:
+            session.before_clock, session.step_clock = session.step_clock, c.rd[0].clock
+        # Of two steps in flight the older one stamps, too.
+        session.since = session.step_clock if later_by(begun, ended) < 2 else session.before_clock
         if begun != session.begun or inside:
             session.steps += max(min(later_by(begun, session.begun), 1 << 16), 0)
             session.begun = begun
@@ -151,6 +155,7 @@ def begin_session(c: Core, index: int, stamps: int) -> None:
     """Enter a session whose row is filled in: from now on batches ask for its steps."""
     place = c.stamp_owner[layout.MAX_SESSIONS]
     c.sessions[index].active = 1
+    c.sessions[index].opened = c.rd[0].clock
     c.stamps[place] = stamps
     c.stepped[place] = c.rd[0].clock
     c.stamp_owner[place] = index

@@ -4,9 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from strataflux.cache_policy import budget, lru
+from strataflux.cache_policy import budget
 from strataflux.cache_policy.base import wide
-from strataflux.daemon.cache import pending_of, slot_number
+from strataflux.daemon import replacement
+from strataflux.daemon.slots import pending_of, slot_number
 from strataflux.daemon.state import FILLING, FREE, NONE, RETIRED, VALID, Core
 from strataflux.proto import layout
 from strataflux.proto.atomics import load_u32
@@ -20,8 +21,8 @@ _UNITS = layout.UNITS_PER_PAGE
 @compiled
 def check_integrity(c: Core) -> int:
     """0, or the code of the first broken invariant of the module: 1 page counts, 2 a free list, 3 a directory or
-    pending entry, 4 a class's counters, 5 an entry that names no VALID slot, 10 + code the budget, 20 + code the
-    policy. Costs a walk of everything.
+    pending entry, 4 a class's counters, 5 an entry that names no VALID slot, 6 a victim of the policy that is none,
+    10 + code the budget, 20 + code a policy. Costs a walk of everything.
     """
     for cls in range(c.rd[0].n_classes):
         found = np.zeros(5, np.int64)
@@ -40,16 +41,20 @@ def check_integrity(c: Core) -> int:
             entry, length = wide(c.slots[entry].next), length + 1
         if length != group.free:
             return 2
-        if c.policy.counts[cls] != found[VALID]:
-            return 4
+        victim = replacement.entry_at(c, group.kind, replacement.candidate(c.policies[group.kind], cls))
+        if (victim < 0) != (found[VALID] == 0) or (victim >= 0 and c.slots[victim].state != VALID):
+            return 6
     for table in range(c.rd[0].n_tables):
         if _named(c, table) != c.tables[table].resident:
             return 5
     code = budget.check_integrity(c.pages)
     if code:
         return 10 + code
-    code = lru.check_integrity(c.policy)
-    return 20 + code if code else 0
+    for policy in c.policies:
+        code = replacement.check_integrity(policy)
+        if code:
+            return 20 + code
+    return 0
 
 
 @borrowing

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from strataflux.cache_policy import budget
 from strataflux.daemon import puts, requests
 from strataflux.daemon.errors import Refusal
+from strataflux.daemon.rows import KV_KIND
 from strataflux.daemon.state import (
     BLOCK_BUFFERED,
     BLOCK_GRANTED,
@@ -189,6 +190,7 @@ class KvPlace:
         else:
             cls = budget.add_class(self._core.pages, size, self.domain)
         self._core.classes[cls]["units"] = size // layout.SLOT_UNIT_BYTES
+        self._core.classes[cls]["kind"] = KV_KIND
         self._core.rd[0]["n_classes"] = self._core.pages.sizes[0]
         return cls
 

@@ -20,9 +20,10 @@ import numpy as np
 from strataflux.cache_policy import budget
 from strataflux.cache_policy.base import wide
 from strataflux.daemon import engines
-from strataflux.daemon.cache import begin_fill, leave_page, pending_of, publish, retire_unseen, slot_address, slot_entry
+from strataflux.daemon.cache import begin_fill, leave_page, publish, retire_unseen
 from strataflux.daemon.counting import bucket_of, kind_of
 from strataflux.daemon.rows import ERRNOS, EVICTED_CLEAR
+from strataflux.daemon.slots import pending_of, slot_address, slot_entry
 from strataflux.daemon.state import (
     BLOCK_BUFFERED,
     BLOCK_FAILED,

@@ -1,8 +1,9 @@
 """The reader's loop: the whole read path on one screen.
 
 One thread, compiled, without the GIL. It returns to Python only when ``commands`` is set (open, attach, drop, stop) or
-a quarter of the watchdog's time has passed idle. Everything it calls stands in four modules: ``requests`` (rings →
-queue), ``fills`` (queue → reads → slots), ``cache`` (slots) and ``grace`` (when a slot may be written again).
+a quarter of the watchdog's time has passed idle. Everything it calls stands in a few modules: ``requests`` (rings →
+queue), ``fills`` (queue → reads → slots), ``ahead`` (what nobody missed), ``cache`` and ``evict`` (slots) and ``grace``
+(when a slot may be written again).
 """
 
 from typing import Any
@@ -11,14 +12,18 @@ import numpy as np
 
 from strataflux.cache_policy.base import wide
 from strataflux.daemon import engines
-from strataflux.daemon.cache import evict_ahead
+from strataflux.daemon.ahead import read_ahead
 from strataflux.daemon.counting import look
-from strataflux.daemon.fills import finish_reads, start_fills, start_preload
+from strataflux.daemon.evict import evict_ahead, shrink_room
+from strataflux.daemon.fills import finish_reads, start_fills
 from strataflux.daemon.grace import close_batch, fence_stuck, observe_steps, recycle
+from strataflux.daemon.prefetch import drop_stale
 from strataflux.daemon.puts import puts_waiting, take_puts
 from strataflux.daemon.requests import take_requests
-from strataflux.daemon.state import READER, Core
+from strataflux.daemon.state import Core
 from strataflux.daemon.system import futex_wake, monotonic_us
+from strataflux.daemon.uses import turn_hand
+from strataflux.daemon.words import READER
 from strataflux.proto import layout
 from strataflux.proto.atomics import (
     fence,
@@ -41,6 +46,7 @@ _ENDED = layout.offset_of(layout.SESSION_PAGE, "step_ended")
 _TAIL = layout.offset_of(layout.SESSION_PAGE, "ring_tail")
 _COMMANDS = layout.offset_of(READER, "commands")
 _TICK_US = 1000
+_SHRINK_TICKS = 16
 _SPIN_US = 50
 _NAP_US = 200
 
@@ -65,14 +71,14 @@ def sweep(c: Core, e: Any) -> tuple[bool, bool]:
     ticked = _advance_clock(c)
     inside = observe_steps(c)
     if ticked:
-        look(c)
+        _look_round(c)
     work = finish_reads(c, e)
     work += recycle(c)
     if c.rd[0].intake:
         work += take_requests(c)
         evict_ahead(c)
         work += start_fills(c, e)
-        work += start_preload(c, e)
+        work += read_ahead(c, e)
         work += take_puts(c, e)
     close_batch(c)
     fence_stuck(c)
@@ -81,6 +87,17 @@ def sweep(c: Core, e: Any) -> tuple[bool, bool]:
     if c.rd[0].filled_now:
         _announce(c)
     return work > 0, inside
+
+
+@borrowing
+def _look_round(c: Core) -> None:
+    """What is done once a tick."""
+    look(c)
+    turn_hand(c)
+    if c.rd[0].prefetches:
+        drop_stale(c)
+    if c.rd[0].clock % _SHRINK_TICKS == 0:
+        shrink_room(c)
 
 
 @borrowing
@@ -124,7 +141,7 @@ def _sleep(c: Core, e: Any, inside: bool) -> bool:
     whoever published before it could see that is found by the last look.
     """
     rd = c.rd[0]
-    waiting_grace = rd.batch_first != rd.batch_last or rd.queued > 0
+    waiting_grace = rd.batch_first != rd.batch_last or rd.queued > 0 or rd.prefetches > 0
     if inside or waiting_grace:
         engines.wait(e, _NAP_US, c.scratch.ctypes.data)
         return False

@@ -12,16 +12,20 @@ first served within one. A full queue drops from the lane that holds most the re
 ``_push`` / ``pop`` or ``_drop_lowest``.
 """
 
+import numpy as np
+
 from strataflux.cache_policy.base import wide
-from strataflux.daemon.cache import pending_of, set_pending, was_resident
+from strataflux.daemon import prefetch, replacement
 from strataflux.daemon.counting import forget_asker, kind_of
 from strataflux.daemon.lanes import count_in, count_out, fullest, holds_more, next_lane, take_turn, undo_turn
 from strataflux.daemon.puts import is_gone
 from strataflux.daemon.rows import LANES, NOBODY
+from strataflux.daemon.slots import pending_of, set_pending, was_resident
 from strataflux.daemon.state import (
     MAX_QUEUED,
     NONE,
     PENDING_NONE,
+    PENDING_PREFETCH,
     PENDING_QUEUED,
     SCORE_BUCKETS,
     Core,
@@ -34,6 +38,7 @@ __all__ = ["drop", "drop_table", "forget_session", "pop", "push_again", "put_bac
 
 _TAIL = layout.offset_of(layout.SESSION_PAGE, "ring_tail")
 _HEAD = layout.offset_of(layout.SESSION_VIEW, "ring_head")
+_PREFETCH = np.uint64(layout.PREFETCH)
 _AT_MOST_A_TURN = 256
 _KEY_SHIFT = 32
 
@@ -61,7 +66,7 @@ def take_requests(c: Core) -> int:
 def _take_from(c: Core, index: int, tail: int) -> int:
     session = c.sessions[index]
     log2 = session.ring_log2
-    taken = 0
+    taken, prefetched = 0, 0
     while taken < _AT_MOST_A_TURN:
         status, payload = ring.consume(session.ring, log2, session.head, tail)
         if status == ring.EMPTY:
@@ -70,12 +75,14 @@ def _take_from(c: Core, index: int, tail: int) -> int:
         taken += 1
         if status != ring.READY:
             session.holes += 1
+        elif payload & _PREFETCH:
+            prefetched += _accept_prefetch(c, index, wide(payload))
         elif not _accept(c, index, wide(payload)):
             _push_into_full(c, index, wide(payload))
     if taken:
         ring.publish_head(session.view_page + _HEAD, session.head)
-        session.taken += taken
-        c.tenants[c.lanes[index].tenant].requests += taken
+        session.taken += taken - prefetched
+        c.tenants[c.lanes[index].tenant].requests += taken - prefetched
     return taken
 
 
@@ -100,7 +107,7 @@ def _accept(c: Core, index: int, payload: int) -> bool:
         counts.quarantine_hits += 1
     elif entry != layout.ENTRY_ABSENT:
         counts.resident_already += 1
-    elif pending_of(c, table, oid) != PENDING_NONE:
+    elif pending_of(c, table, oid) not in (PENDING_NONE, PENDING_PREFETCH):
         counts.duplicates += 1
         session.duplicates += 1
     else:
@@ -108,10 +115,26 @@ def _accept(c: Core, index: int, payload: int) -> bool:
             counts.evicted_again += 1
         else:
             counts.cold += 1
+        kind = kind_of(c.tables[table])
+        replacement.requested(c.policies[kind], table << layout.TABLE_SHIFT | oid, score, c.rd[0].clock)
         if c.rd[0].queued == MAX_QUEUED:
             return False
         _push(c, index, table, oid, score, 0)
     return True
+
+
+@borrowing
+def _accept_prefetch(c: Core, index: int, payload: int) -> int:
+    """As :func:`_accept`, for what was not missed. 1 if it was one of the session's records, 0 if rubbish."""
+    number = (payload >> layout.TABLE_SHIFT) & 0xFF
+    oid = payload & layout.OID_MASK
+    session = c.sessions[index]
+    table = wide(c.session_tables[index, number]) if number < session.tables else NONE
+    if table == NONE or oid >= c.tables[table].records or is_gone(c, table, oid):
+        session.invalid += 1
+        return 0
+    prefetch.ask(c, index, table, oid)
+    return 1
 
 
 @borrowing
@@ -233,6 +256,7 @@ def drop(c: Core, place: int) -> None:
 @borrowing
 def drop_table(c: Core, table: int) -> None:
     """A table goes away: forget the queued requests for it."""
+    prefetch.purge_prefetches(c, table)
     for lane in range(LANES):
         for bucket in range(SCORE_BUCKETS):
             place = c.buckets[lane, bucket, 0]
@@ -281,6 +305,7 @@ def _count_drop(c: Core, lane: int) -> None:
 def forget_session(c: Core, index: int) -> None:
     """A session is gone: its requests stay (somebody may want the records) but belong to nobody."""
     forget_asker(c, index)
+    prefetch.forget_prefetches(c, index)
     while c.lanes[index].queued:
         place = _pop_best(c, index)
         c.queue[place].session = NONE

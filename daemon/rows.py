@@ -19,6 +19,7 @@ __all__ = [
     "GAP_BUCKETS_US",
     "KIND",
     "KINDS",
+    "KV_KIND",
     "LANE",
     "LANES",
     "MAX_SAMPLED",
@@ -52,6 +53,7 @@ TENANT_TURN = 1 << 16
 
 # Counters by kind of record. A store's are of kind 0, KV of kind 1.
 KINDS = ("weight", "kv")
+KV_KIND = 1
 KIND = np.dtype(
     [
         ("cold", "i8"),  # results of a request, exhaustive: never resident before,
@@ -67,8 +69,15 @@ KIND = np.dtype(
         ("fill_us_sum", "i8"),
         ("corrupt", "i8"),
         ("retries", "i8"),
-        ("read_bytes", "i8"),
-        ("ahead_bytes", "i8"),  # of these: read ahead
+        ("read_bytes", "i8"),  # for requests
+        ("ahead_bytes", "i8"),  # read ahead, or prefetched
+        ("rejected", "i8"),  # requests whose record the policy thought not worth a slot
+        ("prefetch_asked", "i8"),  # by clients, before a miss:
+        ("prefetch_needless", "i8"),  # resident or under way, or there is nothing to read,
+        ("prefetch_dropped", "i8"),  # older than others, or too old,
+        ("fills_prefetch", "i8"),  # published;
+        ("prefetch_used", "i8"),  # of these, stamped since,
+        ("prefetch_unused", "i8"),  # left before that
         ("write_bytes", "i8"),
     ]
 )

@@ -16,10 +16,11 @@ import numpy as np
 from strataflux.cache_policy import budget
 from strataflux.cache_policy.base import wide
 from strataflux.daemon.cache import drain_page
+from strataflux.daemon.holdings import CacheSegment
 from strataflux.daemon.interface import AddedSegment
 from strataflux.daemon.rows import EVICTED_PRESSURE
 from strataflux.daemon.state import Core
-from strataflux.daemon.tier import CacheSegment, Tier
+from strataflux.daemon.tier import Tier
 from strataflux.proto import layout
 from strataflux.proto.compiled import compiled
 from strataflux.proto.segment import create

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from strataflux.cache_policy import budget, lru
+from strataflux.cache_policy import budget
 from strataflux.daemon.rows import (
     AGE_BUCKETS_STEPS,
     ERRNOS,
@@ -35,6 +35,7 @@ from strataflux.daemon.rows import (
     TENANT,
     TENANT_TURN,
 )
+from strataflux.daemon.words import READER
 from strataflux.proto import layout
 
 __all__ = [
@@ -56,16 +57,20 @@ __all__ = [
     "MAX_QUEUED",
     "NONE",
     "PENDING_NONE",
+    "PENDING_PREFETCH",
     "PENDING_QUEUED",
     "PENDING_SEEN",
+    "PREFETCH",
+    "PREFETCHED",
+    "PREFETCHES",
     "QUEUED",
-    "READER",
     "RETIRED",
     "SCORE_BUCKETS",
     "SECTION",
     "SESSION",
     "SLOT",
     "TABLE",
+    "USED",
     "VALID",
     "WINDOW",
     "WRITES_A_PLACE",
@@ -78,7 +83,7 @@ AHEAD = -2  # in place of the session that asked: read ahead of any request
 ABSENT, FREE, FILLING, VALID, RETIRED = 0, 1, 2, 3, 4
 
 # A table's `pending` array (u32 a record): what the reader is doing about it, and whether it ever was resident.
-PENDING_NONE, PENDING_QUEUED = 0, 0x7FFFFFFE  # anything between is the filling slot's entry + 1
+PENDING_NONE, PENDING_PREFETCH, PENDING_QUEUED = 0, 0x7FFFFFFD, 0x7FFFFFFE  # between: the filling slot's entry + 1
 PENDING_SEEN = 0x80000000  # added to any of these
 
 SLOT = np.dtype(
@@ -86,22 +91,32 @@ SLOT = np.dtype(
         ("state", "u1"),
         ("cls", "i1"),
         ("retries", "u1"),
-        ("used", "u1"),  # stamped by some session since it was filled
+        ("marks", "u1"),  # USED: stamped by some session since it was filled; PREFETCHED: by whom nobody missed it yet
         ("score", "u1"),
         ("session", "i1"),  # who asked first; NONE (gone, or put), AHEAD
         ("table", "i2"),
         ("oid", "u4"),
         ("next", "i4"),  # free list of its class | chain of its window | chain of its grace batch
         ("prev", "i4"),  # free list | while VALID: its row of the sample, NONE
-        ("filled", "u4"),  # clock of publication
+        ("seen", "u4"),  # clock of publication, then of the newest use that the policy was told
         ("pinned", "u4"),  # not evicted before first use or this clock; 0 = not pinned
         ("asked_us", "u4"),  # low 32 bits of the microsecond the request was taken
     ]
 )
 assert SLOT.itemsize == 32
+USED, PREFETCHED = 1, 2
 
 CLASS = np.dtype(
-    [("units", "i8"), ("free_head", "i8"), ("free", "i8"), ("slots", "i8"), ("retired", "i8"), ("filling", "i8")]
+    [
+        ("units", "i8"),
+        ("kind", "i8"),
+        ("free_head", "i8"),
+        ("free", "i8"),
+        ("slots", "i8"),
+        ("retired", "i8"),
+        ("filling", "i8"),
+        ("room", "i8"),  # slots kept free for prefetches beside the reserve
+    ]
 )
 
 TABLE = np.dtype(
@@ -118,6 +133,8 @@ TABLE = np.dtype(
         ("direct", "i8"),
         ("alignment", "i8"),
         ("preload_next", "i8"),  # next record to preload; NONE when done or off
+        ("warm", "i8"),  # address, u32 each: records to read again that were resident before the start
+        ("warm_left", "i8"),
         ("fallbacks", "i8"),
         ("quarantined", "i8"),
         ("resident", "i8"),
@@ -161,6 +178,12 @@ SESSION = np.dtype(
         ("dropped_queue", "i8"),
         ("dropped_grace", "i8"),
         ("fills", "i8"),
+        ("opened", "i8"),  # clock
+        ("step_clock", "i8"),  # when the newest step was seen to have begun,
+        ("before_clock", "i8"),  # and the one before;
+        ("since", "i8"),  # that of the oldest step that may run
+        ("prefetches", "i8"),  # that wait: from first on, PREFETCHES a lap
+        ("first_prefetch", "i8"),
     ]
 )
 
@@ -220,6 +243,10 @@ QUEUED = np.dtype(
 )
 assert QUEUED.itemsize == 24
 
+# A prefetch that waits. It is void once its record's pending word says something else.
+PREFETCH = np.dtype([("key", "i8"), ("asked_us", "i8")])
+PREFETCHES = 512
+
 BATCH = np.dtype([("holders", "u8"), ("chain", "i8"), ("count", "i8"), ("closed_us", "i8")])
 
 SCORE_BUCKETS = 16
@@ -227,60 +254,6 @@ MAX_BATCHES = 1024
 MAX_QUEUED = 16_384
 FILL_BUCKETS_US = (50, 100, 200, 400, 800, 1_600, 3_200, 6_400, 12_800, 25_600, 51_200, 102_400)
 DEPTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-
-READER = np.dtype(
-    [
-        # fixed while the loop runs
-        ("page", "i8"),
-        ("doorbell", "i8"),
-        ("window_bytes", "i8"),
-        ("depth", "i8"),
-        ("sampled_hashes", "i8"),  # a record is followed if its hash is below
-        ("grace_us", "i8"),
-        ("idle_timeout_us", "i8"),
-        ("n_tables", "i8"),
-        ("n_classes", "i8"),
-        ("range_pages", "i8"),
-        # written by Python, read by the loop
-        ("commands", "i8"),
-        ("intake", "i8"),  # 0: take no more requests (drain)
-        # reader thread only
-        ("clock", "i8"),
-        ("now_us", "i8"),
-        ("tick_us", "i8"),
-        ("last_work_us", "i8"),
-        ("in_flight", "i8"),  # reads
-        ("in_flight_writes", "i8"),
-        ("free_window", "i8"),
-        ("queued", "i8"),
-        ("free_queued", "i8"),
-        ("turn", "i8"),  # of the tenant served last
-        ("fullest", "i8"),  # lane that holds most of the queue,
-        ("fullest_turn", "i8"),  # as found in this turn of the loop
-        ("sampled", "i8"),  # rows of the sample in use
-        ("sample_next", "i8"),  # row to look at next
-        ("batch_first", "i8"),  # position of the oldest grace batch; MAX_BATCHES a lap
-        ("batch_last", "i8"),  # position after the newest
-        ("open_chain", "i8"),  # slots retired since the last fence
-        ("open_count", "i8"),
-        ("starved", "i8"),  # a fill had to wait or drop for want of a free slot since the last free
-        ("filled_now", "i8"),  # fills published in this sweep
-        # counters since start
-        ("turns", "i8"),
-        ("completions", "i8"),
-        ("sleeps", "i8"),
-        ("reads", "i8"),
-        ("merged", "i8"),
-        ("short_reads", "i8"),
-        ("dropped_queue", "i8"),
-        ("dropped_grace", "i8"),
-        ("fences", "i8"),
-        ("page_moves", "i8"),
-        ("read_us_sum", "i8"),
-        ("write_us_sum", "i8"),
-        ("depth_sum", "i8"),
-    ]
-)
 
 
 class Core(NamedTuple):
@@ -291,7 +264,7 @@ class Core(NamedTuple):
     classes: NDArray[np.void]  # [budget.MAX_CLASSES] of CLASS
     pages: budget.Budget  # who owns which page
     page_address: NDArray[np.int64]  # [range_pages] address of each page's first byte; 0 = no memory
-    policy: lru.State
+    policies: Any  # [len(KINDS)] states of the replacement policy
     tables: NDArray[np.void]  # [MAX_TABLES] of TABLE
     sections: NDArray[np.void]  # [n] of SECTION, those of a table in oid order
     sessions: NDArray[np.void]  # [MAX_SESSIONS] of SESSION
@@ -300,6 +273,7 @@ class Core(NamedTuple):
     stepped: NDArray[np.uint32]  # [MAX_SESSIONS] clock of the last step seen, parallel to stamps
     stamp_owner: NDArray[np.int64]  # [MAX_SESSIONS + 1] session of each stamps entry; last cell = how many
     queue: NDArray[np.void]  # [MAX_QUEUED] of QUEUED
+    prefetches: NDArray[np.void]  # [MAX_SESSIONS, PREFETCHES] of PREFETCH
     lanes: NDArray[np.void]  # [LANES] of LANE
     buckets: NDArray[np.int64]  # [LANES, SCORE_BUCKETS, 2] first and last queue entry of each lane's score bucket
     tenants: NDArray[np.void]  # [MAX_TENANT_ROWS] of TENANT
@@ -341,12 +315,19 @@ def _counters() -> dict[str, Any]:
 
 
 def make_core(
-    range_pages: int, n_sections: int, n_budgets: int, stride_pages: int, depth: int, kv_places: int = 0
+    policies: Any,
+    range_pages: int,
+    n_sections: int,
+    n_budgets: int,
+    stride_pages: int,
+    depth: int,
+    kv_places: int = 0,
 ) -> Core:
     """A core without memory, tables or sessions.
 
-    ``range_pages`` is the cache's address range in pages, ``stride_pages`` the pages from one segment's start to the
-    next, ``depth`` the number of reads in flight at most, ``kv_places`` of sessions with KV blocks.
+    ``policies`` are the states of the replacement policy for each kind of record, ``range_pages`` is the cache's
+    address range in pages, ``stride_pages`` the pages from one segment's start to the next, ``depth`` the number of
+    reads in flight at most, ``kv_places`` of sessions with KV blocks.
     """
     entries = range_pages * layout.UNITS_PER_PAGE
     rd: Any = np.zeros(1, READER)
@@ -356,7 +337,7 @@ def make_core(
         classes=np.zeros(budget.MAX_CLASSES, CLASS),
         pages=budget.make_budget(range_pages // stride_pages, stride_pages, n_budgets),
         page_address=np.zeros(range_pages, np.int64),
-        policy=lru.make_state(entries, budget.MAX_CLASSES, 0),
+        policies=policies,
         tables=np.zeros(layout.MAX_TABLES, TABLE),
         sections=np.zeros(n_sections, SECTION),
         sessions=np.zeros(layout.MAX_SESSIONS, SESSION),
@@ -365,6 +346,7 @@ def make_core(
         stepped=np.zeros(layout.MAX_SESSIONS, np.uint32),
         stamp_owner=np.zeros(layout.MAX_SESSIONS + 1, np.int64),
         queue=np.zeros(MAX_QUEUED, QUEUED),
+        prefetches=np.zeros((layout.MAX_SESSIONS, PREFETCHES), PREFETCH),
         lanes=np.zeros(LANES, LANE),
         buckets=np.full((LANES, SCORE_BUCKETS, 2), NONE, np.int64),
         tenants=np.zeros(MAX_TENANT_ROWS, TENANT),
@@ -378,6 +360,13 @@ def make_core(
         **_counters(),
         scratch=np.zeros(8, np.uint64),
     )
+    _set_empty(core, depth)
+    rd["range_pages"] = range_pages
+    return core
+
+
+def _set_empty(core: Core, depth: int) -> None:
+    """Words that are not 0 while there is nothing."""
     core.classes["free_head"] = NONE
     core.queue["next"] = np.arange(1, MAX_QUEUED + 1)
     core.queue["next"][-1] = NONE
@@ -386,9 +375,6 @@ def make_core(
     core.kv["window"] = NONE
     core.tables["kv"] = NONE
     core.tenants["stride"] = TENANT_TURN
-    rd["open_chain"] = NONE
-    rd["depth"] = depth
-    rd["range_pages"] = range_pages
-    rd["intake"] = 1
-    rd["clock"] = 1
-    return core
+    core.rd[0]["open_chain"] = NONE
+    core.rd[0]["depth"] = depth
+    core.rd[0]["intake"] = core.rd[0]["clock"] = 1

@@ -79,6 +79,7 @@ class StoreTables:
         self.stores: dict[int, Store] = {}
         self.directories: dict[int, Segment] = {}
         self._private: dict[int, list[NDArray[np.uint32]]] = {}
+        self._warm: dict[int, NDArray[np.uint32]] = {}  # records to be read again
 
     @property
     def private_bytes(self) -> int:
@@ -121,9 +122,22 @@ class StoreTables:
         self._core.tables[number] = row
         self.directories.pop(number).close()
         del self._private[number]
+        self._warm.pop(number, None)
         store = self.stores.pop(number)
         self._core.rd[0]["n_tables"] = max(self.stores, default=-1) + 1
         return store
+
+    def warm(self, number: int, oids: NDArray[np.uint32]) -> None:
+        """Have these records of a store read, in this order, when nothing else is to be done."""
+        kept = np.ascontiguousarray(oids, np.uint32)
+        self._warm[number] = kept
+        row = self._core.tables[number]
+        row["warm"], row["warm_left"] = kept.ctypes.data, kept.size
+
+    def warm_left(self, number: int) -> NDArray[np.uint32]:
+        """What of :meth:`warm` was not looked at yet."""
+        kept, left = self._warm.get(number, np.empty(0, np.uint32)), int(self._core.tables[number]["warm_left"])
+        return kept[kept.size - left :]
 
     def classes_of(self, number: int) -> set[int]:
         """Size classes of a store's records."""
@@ -165,6 +179,11 @@ class StoreTables:
             found = f"{len(classes)}, and {len(wanted - known)} more for {store.manifest.folder}"
             remedy = "serve fewer stores with differing record sizes, or restart stratafluxd"
             raise Refusal("limit", "slot sizes", found, f"at most {budget.MAX_CLASSES}", remedy)
+        smallest = layout.CACHE_PAGE_BYTES >> int(self._core.rd[0]["place_shift"])
+        if min(wanted) < smallest:
+            subject = f"records of {store.manifest.folder}"
+            remedy = 'name the store in the configuration and restart stratafluxd, or set cache.policy = "lru"'
+            raise Refusal("unsupported", subject, f"slots of {min(wanted)} bytes", f"at least {smallest}", remedy)
 
     def _write_sections(self, store: Store, first: int) -> None:
         core = self._core

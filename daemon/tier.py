@@ -4,15 +4,16 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from strataflux.cache_policy import budget
 from strataflux.daemon import grace, requests
 from strataflux.daemon.errors import Refusal
+from strataflux.daemon.holdings import CacheSegment, OpenSession, SessionRow
 from strataflux.daemon.interface import SessionRequest
 from strataflux.daemon.kv import KvPlace, KvSettings
+from strataflux.daemon.policy_states import flat, make_states, places_shift
 from strataflux.daemon.state import NONE, Core, make_core
 from strataflux.daemon.store import Store
 from strataflux.daemon.tables import (
@@ -28,52 +29,11 @@ from strataflux.proto import layout
 from strataflux.proto.messages import SegmentInfo, TableInfo
 from strataflux.proto.segment import Segment, create
 
-__all__ = ["CacheSegment", "OpenSession", "Tier"]
+__all__ = ["Tier"]
 
 _SEGMENT_PAGES_MIN = layout.SEGMENT_MIN_BYTES // layout.CACHE_PAGE_BYTES
 _WINDOW_MIN = 32 * 1024
 """Of the bounce pool: what stores that come later need is not known yet."""
-
-
-@dataclass
-class OpenSession:
-    """What a client needs; :class:`strataflux.daemon.interface.OpenedSession`."""
-
-    index: int
-    session_id: int
-    tables: list[TableInfo]
-    segments: list[SegmentInfo]
-    ring_log2: int
-    stamps_count: int
-    staging_block_bytes: int
-    descriptors: list[int]
-
-
-@dataclass
-class CacheSegment:
-    """One memfd of cache slots. ``domain`` is the group of stores with the same access rule whose bytes it holds."""
-
-    segment: Segment
-    first_page: int
-    domain: int
-
-    @property
-    def info(self) -> SegmentInfo:
-        """As announced to clients."""
-        return SegmentInfo(self.first_page * layout.UNITS_PER_PAGE, self.segment.size)
-
-
-@dataclass
-class _Row:
-    """Memory of a session, kept while the reader may look at it."""
-
-    session_id: int
-    view: Segment
-    page: Segment
-    stores: tuple[int, ...]
-    domains: set[int]
-    place: KvPlace | None
-    tenant: str
 
 
 class Tier:
@@ -90,8 +50,10 @@ class Tier:
         depth: int,
         grace_seconds: float,
         kv: KvSettings | None = None,
+        policy: str = "lru",
     ) -> None:
         # fixed after construction
+        self.policy = policy
         self.generation = secrets.randbits(63)
         self.segments: list[CacheSegment] = []
         self.retiring: list[CacheSegment] = []  # not for new sessions any more
@@ -100,7 +62,7 @@ class Tier:
         self.doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # reader thread only
         self._unmade: list[tuple[int, int, int]] = []  # segments (number, domain, pages) planned for a first store
-        self.rows: dict[int, _Row] = {}
+        self.rows: dict[int, SessionRow] = {}
         self.invalid_closed = 0  # rubbish entries of sessions that are gone
         self.places: list[KvPlace] = []
         self.closing: list[KvPlace] = []
@@ -156,7 +118,12 @@ class Tier:
         ]
         sections = sum(len(store.manifest.sections) for store in stores) + SPARE_SECTIONS
         segments = len(plan) + places * kv_segments
-        core = make_core(segments * largest, sections + places, len(shares) + places, largest, depth, places)
+        shift = places_shift(self.policy, stores)
+        records = sum(store.manifest.record_count for store in stores)
+        policies = make_states(self.policy, len(plan) * largest << shift, records, places * kv_segments * largest)
+        core = make_core(policies, segments * largest, sections + places, len(shares) + places, largest, depth, places)
+        core.rd[0]["kv_page"], core.rd[0]["place_shift"] = len(plan) * largest, shift
+        core.rd[0]["learns"] = self.policy != "lru"
         core.rd[0]["sampled_hashes"] = sampled_hashes(stores, total_pages)
         for number in range(places):
             first = len(plan) + number * kv_segments
@@ -241,7 +208,7 @@ class Tier:
     def metadata_bytes(self) -> int:
         """Bytes of arrays beside the cache, sparse parts included."""
         arrays = [a for a in self.core if isinstance(a, np.ndarray)]
-        nested = [*self.core.policy, *self.core.pages]
+        nested = [*flat(self.core.policies), *self.core.pages]
         shared = self.tables.private_bytes + sum(d.size for d in self.directories.values())
         return int(sum(a.nbytes for a in [*arrays, *nested])) + shared
 
@@ -283,7 +250,7 @@ class Tier:
         self.core.session_tables[index, :] = NONE
         self.core.session_tables[index, : len(request.stores)] = request.stores
         domains = {self.stores[number].domain for number in request.stores}
-        self.rows[index] = _Row(session_id, view, page, request.stores, domains, place, request.tenant)
+        self.rows[index] = SessionRow(session_id, view, page, request.stores, domains, place, request.tenant)
         self.tenants.join(request.tenant, index)
         if place is not None and request.kv is not None:
             try:

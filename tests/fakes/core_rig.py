@@ -193,10 +193,11 @@ class Rig:
         grace_seconds: float = 2.0,
         preload: bool = False,
         kv: KvSettings | None = None,
+        policy: str = "lru",
     ) -> None:
         self.folders = list(folders)
         stores = [open_served(folder, direct_io=direct_io, preload=preload) for folder in folders]
-        self.tier = Tier(stores, pages * PAGE, depth, grace_seconds, kv)
+        self.tier = Tier(stores, pages * PAGE, depth, grace_seconds, kv, policy)
         self.core = self.tier.core
         self.engine: Board | UringEngine = open_board(len(self.core.windows), self.tier.doorbell)
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strataflux.client import attach_block
-from strataflux.daemon import cache
+from strataflux.daemon import cache, slots
 from strataflux.daemon.kv import KvSettings
 from strataflux.daemon.rows import EVICTED_CLEAR
 from strataflux.daemon.state import BLOCK_FAILED, BLOCK_WRITTEN
@@ -132,7 +132,7 @@ class WriteChaos:
             return
         for oid in oids:
             if self._entry(oid) != layout.ENTRY_ABSENT:
-                cache.retire(self.rig.core, cache.slot_entry(self.rig.core, self._entry(oid) - 1), EVICTED_CLEAR)
+                cache.retire(self.rig.core, slots.slot_entry(self.rig.core, self._entry(oid) - 1), EVICTED_CLEAR)
         self.rig.recycle()
         bad = set(self._bad_in_file(block))
         self.ledger.add(TORN_WRITE if bad else RIGHT, corrupt=2 * len(bad), quarantined=len(bad))

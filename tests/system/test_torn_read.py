@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from strataflux.client import attach_block, directory
 from strataflux.client.attach_block import Block
 from strataflux.daemon import grace
-from strataflux.daemon.cache import begin_fill, publish, retire, slot_address
+from strataflux.daemon.cache import begin_fill, publish, retire
 from strataflux.daemon.rows import EVICTED_CAPACITY
+from strataflux.daemon.slots import slot_address
 from strataflux.daemon.state import NONE, Core
 from strataflux.proto.atomics import (
     U64,

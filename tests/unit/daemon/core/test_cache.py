@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from strataflux.cache_policy import budget
-from strataflux.daemon import cache
+from strataflux.daemon import cache, evict, slots
 from strataflux.daemon.rows import EVICTED_PRESSURE
 from strataflux.daemon.state import ABSENT, FILLING, FREE, NONE, RETIRED, VALID
 from strataflux.proto import layout
@@ -58,7 +58,7 @@ class Model:
         states = core.slots["state"]
         for state, mine in ((FILLING, self.filling), (VALID, self.valid), (RETIRED, self.retired)):
             assert set(np.flatnonzero(states == state)) == set(mine)
-        named = {int(cache.slot_number(core, entry)) + 1: oid for entry, oid in self.valid.items()}
+        named = {int(slots.slot_number(core, entry)) + 1: oid for entry, oid in self.valid.items()}
         entries = self.rig.entries()
         assert {int(entries[oid]): int(oid) for oid in np.flatnonzero(entries)} == named
         assert int(core.tables[0]["resident"]) == len(self.valid)
@@ -68,10 +68,10 @@ class Model:
     def check_bytes(self) -> None:
         """No two slots in use share a byte, all lie in the cache's memory, and no more pages are owned than exist."""
         core = self.rig.core
-        used = sorted([*self.filling, *self.valid, *self.retired], key=lambda e: cache.slot_address(core, e))
+        used = sorted([*self.filling, *self.valid, *self.retired], key=lambda e: slots.slot_address(core, e))
         end = self.rig.tier.segments[0].segment.address
         for entry in used:
-            start = cache.slot_address(core, entry)
+            start = slots.slot_address(core, entry)
             assert start >= end
             end = start + int(core.classes[core.slots[entry]["cls"]]["units"]) * layout.SLOT_UNIT_BYTES
         assert end <= self.rig.tier.segments[0].segment.address + PAGES * PAGE
@@ -90,10 +90,10 @@ def begin(model: Model, random: np.random.Generator) -> None:
     entry = cache.begin_fill(core, cls, 0, oid)
     assert (entry != NONE) == room
     if room:
-        assert cache.pending_of(core, 0, oid) == entry + 1
+        assert slots.pending_of(core, 0, oid) == entry + 1
         model.filling[entry] = oid
     else:
-        cache.ask_page(core, cls)
+        evict.ask_page(core, cls)
         model.follow_retired()
 
 
@@ -104,7 +104,7 @@ def publish(model: Model, random: np.random.Generator) -> None:
             cache.abandon_fill(model.rig.core, entry)
         else:
             cache.publish(model.rig.core, entry)
-            assert cache.was_resident(model.rig.core, 0, oid)
+            assert slots.was_resident(model.rig.core, 0, oid)
             model.valid[entry] = oid
             model.order[model.cls_of(oid)][entry] = None
 
@@ -114,20 +114,20 @@ def abandon(model: Model, random: np.random.Generator) -> None:
         entry = int(random.choice(list(model.filling)))
         oid = model.filling.pop(entry)
         cache.abandon_fill(model.rig.core, entry)
-        assert cache.pending_of(model.rig.core, 0, oid) == 0
+        assert slots.pending_of(model.rig.core, 0, oid) == 0
 
 
-def evict(model: Model, random: np.random.Generator) -> None:
+def retire_oldest(model: Model, random: np.random.Generator) -> None:
     cls = int(random.integers(len(SHAPES)))
     oldest = next(iter(model.order[cls]), None)
-    assert cache.evict_one(model.rig.core, cls) == (oldest is not None)
+    assert evict.evict_one(model.rig.core, cls, True) == (oldest is not None)
     if oldest is not None:
         assert model.rig.core.slots[oldest]["state"] == RETIRED
         model.retire(oldest)
 
 
 def evict_ahead(model: Model, random: np.random.Generator) -> None:
-    cache.evict_ahead(model.rig.core)
+    evict.evict_ahead(model.rig.core)
     model.follow_retired()
     for group in model.rig.core.classes[: len(SHAPES)]:
         if group["slots"] and model.rig.core.pages.pools[0]["unused"] == 0:
@@ -152,7 +152,7 @@ STEPS: list[tuple[Step, float]] = [
     (begin, 0.55),
     (publish, 0.2),
     (abandon, 0.05),
-    (evict, 0.08),
+    (retire_oldest, 0.08),
     (evict_ahead, 0.02),
     (take_page, 0.02),
     (pass_grace, 0.08),
@@ -199,11 +199,11 @@ def clear_entry(rig: Rig, entry: int) -> None:
 
 
 def stale_entry(rig: Rig, entry: int) -> None:
-    rig.entries()[9] = cache.slot_number(rig.core, entry) + 1
+    rig.entries()[9] = slots.slot_number(rig.core, entry) + 1
 
 
 def stale_pending(rig: Rig, entry: int) -> None:
-    cache.set_pending(rig.core, 0, 0, entry + 1)
+    slots.set_pending(rig.core, 0, 0, entry + 1)
 
 
 def used_elsewhere(rig: Rig, entry: int) -> None:
@@ -215,7 +215,7 @@ def free_in_list_of_another(rig: Rig, entry: int) -> None:
 
 
 def unlinked(rig: Rig, entry: int) -> None:
-    rig.core.policy.nodes[entry]["next"] = entry
+    rig.core.policies[0].nodes[entry]["next"] = entry
 
 
 def class_counter(rig: Rig, entry: int) -> None:
@@ -256,7 +256,7 @@ def test_used_records_outlive_unused_ones(rig: Rig) -> None:
     rig.tier.daemon_page.view(layout.DAEMON_PAGE)["clock"] = rig.rd["clock"]
     assert client.ask([0]) == 1
     rig.core.stepped[0] = rig.rd["clock"]
-    assert cache.evict_one(rig.core, 0)
+    assert evict.evict_one(rig.core, 0, True)
     assert [bool(rig.entry(oid)) for oid in (0, 1, 2)] == [True, False, True]
     assert rig.rd["fills_useful"] == 1
 
@@ -267,16 +267,16 @@ def test_stamp_from_the_future_is_ignored(rig: Rig) -> None:
     rig.tier.daemon_page.view(layout.DAEMON_PAGE)["clock"] = 1_000_000
     assert client.ask([0]) == 1
     rig.core.stepped[0] = rig.rd["clock"] + 1
-    assert cache.evict_one(rig.core, 0)
+    assert evict.evict_one(rig.core, 0, True)
     assert not rig.entry(0)
 
 
 def test_pinned_fill_stays_until_used_or_overdue(rig: Rig) -> None:
     (entry,) = resident(rig, 0)
     rig.core.slots[entry]["pinned"] = rig.rd["clock"] + 10
-    assert not cache.evict_one(rig.core, 0)
+    assert not evict.evict_one(rig.core, 0, True)
     rig.rd["clock"] += 10
-    assert cache.evict_one(rig.core, 0)
+    assert evict.evict_one(rig.core, 0, True)
 
 
 @pytest.mark.parametrize("later", [0, 5], ids=["in the tick of the fill", "after it was moved"])
@@ -286,9 +286,9 @@ def test_a_pin_ends_with_the_first_use(rig: Rig, later: int) -> None:
     rig.core.slots[entry]["pinned"] = rig.rd["clock"] + 1000
     rig.tier.daemon_page.view(layout.DAEMON_PAGE)["clock"] = rig.core.stepped[0] = rig.rd["clock"]
     rig.rd["clock"] += later
-    assert not cache.evict_one(rig.core, 0)
+    assert not evict.evict_one(rig.core, 0, True)
     assert client.ask([0]) == 1
-    assert cache.evict_one(rig.core, 0)
+    assert evict.evict_one(rig.core, 0, True)
     assert rig.rd["fills_useful"] == 1
 
 
@@ -296,7 +296,7 @@ def test_starving_class_takes_a_page_of_a_colder_one(rig: Rig) -> None:
     resident(rig, *range(4 * PAGES))
     assert cache.begin_fill(rig.core, 1, 0, 400) == NONE
     rig.rd["clock"] += 100
-    cache.ask_page(rig.core, 1)
+    evict.ask_page(rig.core, 1)
     assert cache.begin_fill(rig.core, 1, 0, 400) == NONE  # its old records are still in grace
     assert rig.recycle() == 4
     assert rig.rd["page_moves"] == 1

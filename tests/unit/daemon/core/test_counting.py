@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from strataflux.daemon import cache, counting
+from strataflux.daemon import cache, counting, evict, slots
 from strataflux.daemon.counting import HASHES
 from strataflux.daemon.folding import CounterFold, read_stats
 from strataflux.daemon.rows import AGE_BUCKETS_STEPS, EVICTED_CAPACITY, MAX_SAMPLED
@@ -48,7 +48,7 @@ def test_steps_to_the_first_use_are_those_of_who_asked(disk: Disk) -> None:
     expected[AGE_BUCKETS_STEPS.index(1)] += 1
     expected[AGE_BUCKETS_STEPS.index(8)] += 1
     assert ages(disk) == expected
-    entry = cache.slot_entry(disk.rig.core, disk.rig.entry(3) - 1)
+    entry = slots.slot_entry(disk.rig.core, disk.rig.entry(3) - 1)
     cache.retire(disk.rig.core, entry, EVICTED_CAPACITY)
     expected[-1] += 1  # never
     assert ages(disk) == expected
@@ -62,7 +62,7 @@ def test_every_use_but_the_first_has_a_gap_and_every_eviction_an_idle_time(disk:
         steps(disk, 1, 1)
     assert disk.rig.core.gaps[0, 0, :-1].sum() == 4
     assert disk.rig.core.gaps[0, 0, -1] > 0
-    assert cache.evict_one(disk.rig.core, 0)
+    assert evict.evict_one(disk.rig.core, 0, True)
     assert disk.rig.core.gaps[0, 1, :-1].sum() == 1
     kind = read_stats(disk.rig.tier, CounterFold()).kinds[0]
     assert (sum(kind.reuse_counts), sum(kind.idle_counts), sum(kind.age_counts)) == (4, 1, 1)

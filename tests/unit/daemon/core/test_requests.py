@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from strataflux.client import attach_block
-from strataflux.daemon import cache, requests
+from strataflux.daemon import cache, evict, requests, slots
 from strataflux.daemon.state import MAX_QUEUED, NONE, SCORE_BUCKETS
 from strataflux.proto import layout
 from tests.fakes.core_rig import Client, Rig, make_store
@@ -82,7 +82,7 @@ def test_request_has_one_result(rig: Rig) -> None:
     client = Client(rig.tier)
     for oid in (1, 2):
         cache.publish(rig.core, cache.begin_fill(rig.core, 0, 0, oid))
-    assert cache.evict_one(rig.core, 0)  # 1
+    assert evict.evict_one(rig.core, 0, True)  # 1
     cache.quarantine(rig.core, 0, 3)
     cache.begin_fill(rig.core, 0, 0, 4)
     client.push(*map(payload, (0, 1, 2, 3, 4, 0)))
@@ -101,7 +101,7 @@ def test_full_queue_drops_the_least_wanted_of_one_session(rig: Rig) -> None:
     take(rig)
     # An old one for the first, then the two that are no better than any.
     assert rig.rd["dropped_queue"] == client.counters["dropped_queue"] == 3
-    assert cache.pending_of(rig.core, 0, 0) == 0
+    assert slots.pending_of(rig.core, 0, 0) == 0
     popped = pop_all(rig)
     assert popped[0] == (0, 30_000)
     assert popped[1:] == [(0, oid) for oid in range(1, MAX_QUEUED)]
@@ -143,7 +143,7 @@ def test_requests_of_a_table_that_goes_are_dropped_and_no_others(rig: Rig) -> No
     take(rig)
     requests.drop_table(rig.core, 1)
     assert rig.rd["queued"] == 4
-    assert cache.pending_of(rig.core, 1, 2) == cache.pending_of(rig.core, 1, 4) == 0
+    assert slots.pending_of(rig.core, 1, 2) == slots.pending_of(rig.core, 1, 4) == 0
     assert sorted(pop_all(rig)) == [(0, 1), (0, 3), (0, 5), (0, 6)]
 
 
