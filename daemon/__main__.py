@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if invocation.action == "check":
             print("configuration is right")
         elif invocation.action == "compile":
-            _load_assembly().compile_everything()
+            _load_assembly().compile_everything(invocation.config)
         else:
             _serve(invocation.config, lambda: parse_flags(words, __version__).config)
     except (DaemonError, ContractError) as error:

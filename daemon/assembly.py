@@ -7,7 +7,8 @@ from pathlib import Path
 
 from strataflux.daemon.config import Config
 from strataflux.daemon.kv import KvSettings
-from strataflux.daemon.reader_thread import ReaderSettings, ReaderThread
+from strataflux.daemon.reader_settings import ReaderSettings
+from strataflux.daemon.reader_thread import ReaderThread
 from strataflux.daemon.served import rule_of
 from strataflux.daemon.store import Store, open_served
 from strataflux.daemon.warm_up import warm_up
@@ -44,6 +45,7 @@ def make_reader(config: Config, stores: Sequence[Store], idle_seconds: float) ->
         idle_seconds=idle_seconds,
         kv=_kv_settings(config),
         quarantine_seconds=config.reader.quarantine_seconds,
+        policy=config.cache.policy,
         tenants=config.tenants,
     )
     return ReaderThread(settings, stores)
@@ -57,6 +59,6 @@ def _kv_settings(config: Config) -> KvSettings | None:
     return KvSettings(folder, config.cache.kv_bytes, config.kv.sessions, config.kv.file_bytes, config.kv.free_bytes)
 
 
-def compile_everything() -> None:
-    """Bring all compiled code of the service into the cache folder."""
-    warm_up()
+def compile_everything(config: Config) -> None:
+    """Bring all compiled code of the service, as it is configured, into the cache folder."""
+    warm_up(config.cache.policy)

@@ -97,6 +97,11 @@ class CacheConfig:
     """A small share of a model's records already holds most look-ups; each byte is pinned shared memory."""
     kv_bytes: int = key(values.size(_MIB, _LARGEST_BUDGET), 128 * _MIB)
     """Shared by the sessions of ``[kv]``; taken when one attaches. It pays for six write buffers each, too."""
+    policy: str = key(values.policy, "lru")
+    """What leaves when room is needed. Others than lru cost more memory and time a slot, and a start of their own to
+    compile."""
+    warm_start: bool = key(values.boolean, True)
+    """Reading again what was resident before a restart costs these reads, and a small file in the state folder."""
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ class ReaderMethods(control_pb2_grpc.ControlServicer):
             uptime_seconds=time.monotonic() - self._started,
             layout_version=layout.LAYOUT_VERSION,
             role=self.role,
+            policy=reader.policy,
         )
 
     async def ListStores(

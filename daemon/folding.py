@@ -93,6 +93,7 @@ def read_stats(tier: Tier, fold: CounterFold) -> Stats:
         fences=int(rd["fences"]),
         page_moves=int(rd["page_moves"]),
         metadata_bytes=tier.metadata_bytes,
+        warmed=int(rd["warmed"]),
     )
 
 
@@ -109,15 +110,17 @@ def _requests(tier: Tier, fold: CounterFold, kinds: tuple[KindStats, ...]) -> Re
         dropped_ring=fold.totals["ring_dropped"],
         dropped_queue=int(rd["dropped_queue"]),
         dropped_grace=int(rd["dropped_grace"]),
+        rejected=sum(kind.rejected for kind in kinds),
     )
 
 
 def _fills(kinds: tuple[KindStats, ...]) -> FillStats:
     return FillStats(
-        fills=sum(kind.asked + kind.preloaded for kind in kinds),
+        fills=sum(kind.asked + kind.preloaded + kind.prefetched for kind in kinds),
         useful=sum(kind.useful for kind in kinds),
         unused=sum(kind.unused for kind in kinds),
         preloaded=sum(kind.preloaded for kind in kinds),
+        prefetched=sum(kind.prefetched for kind in kinds),
         put=sum(kind.put for kind in kinds),
         corrupt=sum(kind.corrupt for kind in kinds),
         retries=sum(kind.retries for kind in kinds),

@@ -113,6 +113,7 @@ INFOS: Final[tuple[Info, ...]] = (
             ((), {"engine": m.engine, "direct": m.direct_io, "registered": str(m.registered_buffers).lower()}),
         ],
     ),
+    Info("strataflux_cache", "The cache's replacement policy.", (), lambda m: [((), {"policy": m.policy})]),
     Info("strataflux_build", "This program.", (), lambda m: [((), {"version": m.version})]),
     Info(
         "strataflux_shard",

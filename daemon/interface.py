@@ -7,14 +7,17 @@ compiled code, and a start that fails early does not pay for importing it.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from strataflux.daemon.config import TenantConfig
 from strataflux.daemon.stats import Stats
 from strataflux.proto.messages import KvGeometry, SegmentInfo, TableInfo
 from strataflux.proto.store_format import Section
 
-__all__ = ["AddedSegment", "Manifest", "OpenedSession", "Reader", "ServedStore", "SessionRequest"]
+__all__ = ["AddedSegment", "HotRecords", "Manifest", "OpenedSession", "Reader", "ServedStore", "SessionRequest"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,14 @@ class AddedSegment:
     info: SegmentInfo
     stores: tuple[int, ...]
     descriptor: int
+
+
+class HotRecords(NamedTuple):
+    """Records of one store: its identity digest, how many it has, and oids (u32), none twice."""
+
+    digest: str
+    records: int
+    oids: NDArray[np.uint32]
 
 
 class Manifest(Protocol):
@@ -124,6 +135,10 @@ class Reader(Protocol):
         """How reads are done in fact: ``direct``, ``buffered`` or ``mixed``."""
 
     @property
+    def policy(self) -> str:
+        """Replacement policy of the cache."""
+
+    @property
     def registered_buffers(self) -> bool:
         """Whether the kernel holds the bounce pool registered (memlock allows it)."""
 
@@ -180,6 +195,12 @@ class Reader(Protocol):
 
     def replace_store(self, index: int, fresh: Any) -> None:
         """Serve another generation of a store, as opened by whoever opened the first. Thread-safe. Raises Refusal."""
+
+    def hot_records(self) -> list[HotRecords]:
+        """What is resident of each store, and what :meth:`warm` has not read yet. Thread-safe; takes a while."""
+
+    def warm(self, hot: Sequence[HotRecords]) -> int:
+        """Read records of the served stores when nothing else is to be done; how many. Thread-safe."""
 
     def echo(self) -> None:
         """Return once the loop took note of this call: it turns, and hears its doorbell. Raises DaemonError."""

@@ -58,6 +58,13 @@ def _read_kind(tier: Tier, number: int, name: str) -> KindStats:
         reuse_counts=tuple(reuse[:-1]),
         idle_us=idle[-1],
         idle_counts=tuple(idle[:-1]),
+        rejected=int(row["rejected"]),
+        prefetches=int(row["prefetch_asked"]),
+        prefetch_needless=int(row["prefetch_needless"]),
+        prefetch_dropped=int(row["prefetch_dropped"]),
+        prefetched=int(row["fills_prefetch"]),
+        prefetch_used=int(row["prefetch_used"]),
+        prefetch_unused=int(row["prefetch_unused"]),
         **{f"evictions_{cause}": evicted[at] for at, cause in enumerate(EVICTION_CAUSES)},
     )
 

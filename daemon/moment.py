@@ -57,6 +57,9 @@ class Moment(NamedTuple):
     engine: str
     direct_io: str
     registered_buffers: bool
+    policy: str
+    hot_set: Mapping[tuple[str, str], int]
+    """Files of the hot set written and read, by operation and result."""
     version: str
 
 

@@ -6,67 +6,32 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from strataflux.daemon import engines, grants, integrity, reader
+from strataflux.daemon import engines, grants, heat, integrity, reader
 from strataflux.daemon.config import TenantConfig
-from strataflux.daemon.engines.board import Board, open_board
-from strataflux.daemon.engines.liburing import open_liburing
-from strataflux.daemon.engines.uring import UringEngine, open_uring
+from strataflux.daemon.engines.board import Board
+from strataflux.daemon.engines.uring import UringEngine
 from strataflux.daemon.errors import ReaderFailed, Refusal, start_error
 from strataflux.daemon.folding import CounterFold, read_stats
 from strataflux.daemon.generation import compile_changes, remove_store, replace_generation
-from strataflux.daemon.interface import AddedSegment, SessionRequest
-from strataflux.daemon.kv import KvSettings
+from strataflux.daemon.holdings import OpenSession
+from strataflux.daemon.interface import AddedSegment, HotRecords, SessionRequest
 from strataflux.daemon.parole import Parole
+from strataflux.daemon.reader_settings import EngineFactory, ReaderSettings, make_engine
 from strataflux.daemon.segments import SegmentPool
 from strataflux.daemon.state import Core
 from strataflux.daemon.stats import Stats
 from strataflux.daemon.store import Store
-from strataflux.daemon.tier import OpenSession, Tier
+from strataflux.daemon.tier import Tier
 from strataflux.proto import layout
 from strataflux.proto.errors import SegmentError
 
-__all__ = ["EngineFactory", "ReaderSettings", "ReaderThread", "make_engine"]
+__all__ = ["ReaderThread"]
 
 T = TypeVar("T")
 
 _DRAIN_WAIT_US = 10_000  # for one completion; the loop goes on until there are none to come
-
-
-@dataclass(frozen=True)
-class ReaderSettings:
-    """What the reader is told; see the configuration for each value's cost."""
-
-    weight_bytes: int
-    engine: str = "uring"
-    queue_depth: int = 128
-    grace_seconds: float = 2.0
-    threads: int = 4
-    idle_seconds: float = 1.0
-    quarantine_seconds: float = 60.0
-    kv: KvSettings | None = None
-    tenants: tuple[TenantConfig, ...] = ()
-
-
-EngineFactory = Callable[[Tier, ReaderSettings], "UringEngine | Board"]
-
-
-def make_engine(tier: Tier, settings: ReaderSettings) -> UringEngine | Board:
-    """The engine that the settings name, made in the calling thread.
-
-    Raises:
-        EngineUnavailable: the kernel or sandbox forbids it.
-    """
-    depth, windows = settings.queue_depth, len(tier.core.windows)
-    if settings.engine == "uring":
-        return open_uring(windows, tier.pool_address, depth * int(tier.core.rd[0]["window_bytes"]), tier.doorbell)
-    if settings.engine == "liburing":
-        return open_liburing(windows, tier.doorbell)
-    board = open_board(windows, tier.doorbell)
-    board.start_threads(settings.threads)
-    return board
 
 
 class ReaderThread:
@@ -106,9 +71,11 @@ class ReaderThread:
             SegmentError: no memory for the budgets. EngineUnavailable: no such engine here. ReaderFailed: else.
         """
         settings = self.settings
-        self._tier = Tier(self.stores, settings.weight_bytes, settings.queue_depth, settings.grace_seconds, settings.kv)
+        depth, grace = settings.queue_depth, settings.grace_seconds
+        self._tier = Tier(self.stores, settings.weight_bytes, depth, grace, settings.kv, settings.policy)
         self._pool = SegmentPool(self._tier)
         compile_changes(self._tier.core)
+        heat.compile_heat(self._tier.core)
         self._parole = Parole(self._tier, settings.quarantine_seconds, time.monotonic)
         self._tier.core.rd[0]["idle_timeout_us"] = int(settings.idle_seconds * 1e6)
         self._tier.tenants.apply(settings.tenants)
@@ -129,6 +96,11 @@ class ReaderThread:
     def engine(self) -> str:
         """The engine that runs."""
         return "uring" if isinstance(self._engine, UringEngine) else self._engine.name
+
+    @property
+    def policy(self) -> str:
+        """The cache's replacement policy."""
+        return self.settings.policy
 
     @property
     def direct_io(self) -> str:
@@ -266,6 +238,14 @@ class ReaderThread:
             self._parole.forget(index)
 
         self.execute(replace)
+
+    def hot_records(self) -> list[HotRecords]:
+        """What is resident of each store, the most recently used first, and what :meth:`warm` has not read yet."""
+        return heat.collect(self._tier, self.execute)
+
+    def warm(self, hot: Sequence[HotRecords]) -> int:
+        """Read records of the served stores when nothing else is to be done; how many."""
+        return self.execute(lambda: heat.keep_warm(self._tier, list(hot)))
 
     def _settle(self) -> None:
         """Turn the loop, taking no requests, until no read is in flight. Reader thread."""

@@ -37,6 +37,7 @@ from strataflux.daemon.runtime_dir import RuntimeFolder
 from strataflux.daemon.scrub import Scrubber
 from strataflux.daemon.served import accesses_of
 from strataflux.daemon.store_folder import StoreFolder
+from strataflux.daemon.warm_keeper import WarmKeeper, hot_set_path
 from strataflux.proto.errors import ContractError
 from strataflux.proto.runtime import ATTACH_SOCKET, CONTROL_SOCKET, runtime_folder
 
@@ -87,6 +88,7 @@ class Server(Generic[S]):
         self._prober: Prober
         self._attach: AttachServer
         self._memory: MemoryKeeper
+        self._warm: WarmKeeper
         self._scrubber: Scrubber
         self._front: ControlFront
         self.metrics_port: int | None = None
@@ -226,6 +228,7 @@ class Server(Generic[S]):
         self.health.set_reason("buffered", "a store's file system refuses direct reads" if buffered else None)
         self.health.set_obstacle("probe", self._prober.obstacle())
         self._memory.on_tick()
+        self._warm.on_tick()
         damaged = self._damaged()
         self.health.set_reason("scrub", f"{damaged} damaged records were found on disk" if damaged else None)
         absent = ", ".join(sorted(self._catalog.absent))
@@ -252,6 +255,7 @@ class Server(Generic[S]):
         self._notifier.send(STOPPING="1", STATUS="draining")
         self._attach.stop_intake()
         self._reader.begin_drain()
+        await self._warm.finish()  # while sessions are there, whose stamps say what was used last
         until = time.monotonic() + self.config.life.drain_seconds
         while self._reader.progress()[1] and time.monotonic() < until and not self._force.is_set():
             await asyncio.sleep(_POLL_SECONDS)
@@ -275,6 +279,9 @@ class Server(Generic[S]):
         self._stack.push_async_callback(asyncio.to_thread, self._reader.stop)
         _LOG.info("starting the reader; its first start with a version compiles, which takes a minute or more")
         await asyncio.to_thread(self._reader.start)
+        self._warm = WarmKeeper(self._reader, hot_set_path(self.config, self._environment))
+        self._stack.push_async_callback(self._warm.close)
+        await self._warm.load()
 
     async def _start_control(self, folder: RuntimeFolder, listener: socket.socket) -> None:
         # Imported here: gRPC takes a quarter of a second, which a start that is refused need not pay.
@@ -346,6 +353,8 @@ class Server(Generic[S]):
             engine=self._reader.engine,
             direct_io=self._reader.direct_io,
             registered_buffers=self._reader.registered_buffers,
+            policy=self._reader.policy,
+            hot_set=dict(self._warm.counts),
             version=__version__,
         )
 

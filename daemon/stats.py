@@ -56,6 +56,8 @@ class RequestStats:
     """By clients, their ring being full: never taken."""
     dropped_queue: int = 0
     dropped_grace: int = 0
+    rejected: int = 0
+    """Not read: the policy would rather keep what they would replace."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class FillStats:
     """Evicted without ever having been looked up."""
     put: int = 0
     """KV records that became readable when they were put; not among ``fills``."""
+    prefetched: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class KindStats:
     """The parts that weights and KV have in :class:`RequestStats`, :class:`FillStats` and :class:`ReadStats`.
 
     Counters with a common total never overlap: requests = cold + evicted + duplicates + resident_already + quarantined;
-    what became readable = asked + preloaded + put; what left = the four evictions.
+    what became readable = asked + preloaded + put + prefetched; what left = the four evictions.
     """
 
     kind: str
@@ -119,6 +122,20 @@ class KindStats:
     idle_us: int = 0
     idle_counts: tuple[int, ...] = ()
     """Sampled evictions by the time since the last use."""
+    rejected: int = 0
+    """Requests not read: the policy would rather keep what they would replace."""
+    prefetches: int = 0
+    """Records that clients expected to look up and had not missed; not among ``requests``."""
+    prefetch_needless: int = 0
+    """Of these: resident or under way."""
+    prefetch_dropped: int = 0
+    """Of these: not read for want of time or room."""
+    prefetched: int = 0
+    """Of these: became readable …"""
+    prefetch_used: int = 0
+    """… and was looked up since, …"""
+    prefetch_unused: int = 0
+    """… or left before that."""
 
 
 @dataclass(frozen=True)
@@ -274,3 +291,5 @@ class Stats:
     """Cache pages that went from one size class to another."""
     metadata_bytes: int = 0
     """Memory beside the cache itself: directories, checksums, slot tables. A gauge."""
+    warmed: int = 0
+    """Records read again that were resident before the start."""

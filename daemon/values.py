@@ -1,6 +1,7 @@
 """Kinds of configuration values: what each accepts, said once, for the file and the flags alike."""
 
 import grp
+import importlib
 import math
 import pwd
 import re
@@ -22,6 +23,7 @@ __all__ = [
     "number",
     "optional_folder",
     "percent",
+    "policy",
     "seconds",
     "size",
     "size_text",
@@ -114,6 +116,22 @@ def choice(*names: str) -> Kind[str]:
         return value
 
     return Kind("one of " + ", ".join(f'"{name}"' for name in names), parse)
+
+
+def _policy(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    if value != "lru":  # which needs no look into the others' compiled modules
+        try:
+            policies = importlib.import_module("strataflux.cache_policy.policies")
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+        if value not in policies.POLICIES:
+            raise ValueError(f"{value!r}; there are {', '.join(policies.POLICIES)}")
+    return value
+
+
+policy: Final = Kind('"lru", or another replacement policy that `strataflux simulate` knows', _policy)
 
 
 def _label(value: object) -> str:

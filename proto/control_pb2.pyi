@@ -23,7 +23,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("version", "generation", "pid", "state", "degraded", "engine", "direct_io", "registered_buffers", "setup_flags", "uptime_seconds", "layout_version", "role")
+    __slots__ = ("version", "generation", "pid", "state", "degraded", "engine", "direct_io", "registered_buffers", "setup_flags", "uptime_seconds", "layout_version", "role", "policy")
     class DegradedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class GetInfoResponse(_message.Message):
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     version: str
     generation: int
     pid: int
@@ -55,7 +56,8 @@ class GetInfoResponse(_message.Message):
     uptime_seconds: float
     layout_version: int
     role: str
-    def __init__(self, version: _Optional[str] = ..., generation: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., degraded: _Optional[_Mapping[str, str]] = ..., engine: _Optional[str] = ..., direct_io: _Optional[str] = ..., registered_buffers: _Optional[bool] = ..., setup_flags: _Optional[_Iterable[str]] = ..., uptime_seconds: _Optional[float] = ..., layout_version: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
+    policy: str
+    def __init__(self, version: _Optional[str] = ..., generation: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., degraded: _Optional[_Mapping[str, str]] = ..., engine: _Optional[str] = ..., direct_io: _Optional[str] = ..., registered_buffers: _Optional[bool] = ..., setup_flags: _Optional[_Iterable[str]] = ..., uptime_seconds: _Optional[float] = ..., layout_version: _Optional[int] = ..., role: _Optional[str] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class ListStoresRequest(_message.Message):
     __slots__ = ()
@@ -268,7 +270,7 @@ class WatchStatsRequest(_message.Message):
     def __init__(self, interval_seconds: _Optional[float] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("at_seconds", "lookups", "requests", "fills", "reads", "caches", "classes", "stores", "sessions", "turns", "fences", "page_moves", "metadata_bytes", "writes", "kv", "kinds", "io_errors", "tenants", "ring_depth", "age_bounds_steps", "gap_bounds_us")
+    __slots__ = ("at_seconds", "lookups", "requests", "fills", "reads", "caches", "classes", "stores", "sessions", "turns", "fences", "page_moves", "metadata_bytes", "writes", "kv", "kinds", "io_errors", "tenants", "ring_depth", "age_bounds_steps", "gap_bounds_us", "warmed")
     AT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +292,7 @@ class Stats(_message.Message):
     RING_DEPTH_FIELD_NUMBER: _ClassVar[int]
     AGE_BOUNDS_STEPS_FIELD_NUMBER: _ClassVar[int]
     GAP_BOUNDS_US_FIELD_NUMBER: _ClassVar[int]
+    WARMED_FIELD_NUMBER: _ClassVar[int]
     at_seconds: float
     lookups: LookupStats
     requests: RequestStats
@@ -311,7 +314,8 @@ class Stats(_message.Message):
     ring_depth: int
     age_bounds_steps: _containers.RepeatedScalarFieldContainer[int]
     gap_bounds_us: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, at_seconds: _Optional[float] = ..., lookups: _Optional[_Union[LookupStats, _Mapping]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., fills: _Optional[_Union[FillStats, _Mapping]] = ..., reads: _Optional[_Union[ReadStats, _Mapping]] = ..., caches: _Optional[_Iterable[_Union[CacheStats, _Mapping]]] = ..., classes: _Optional[_Iterable[_Union[ClassStats, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., turns: _Optional[int] = ..., fences: _Optional[int] = ..., page_moves: _Optional[int] = ..., metadata_bytes: _Optional[int] = ..., writes: _Optional[_Union[WriteStats, _Mapping]] = ..., kv: _Optional[_Union[KvStats, _Mapping]] = ..., kinds: _Optional[_Iterable[_Union[KindStats, _Mapping]]] = ..., io_errors: _Optional[_Iterable[_Union[IoErrorStats, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., ring_depth: _Optional[int] = ..., age_bounds_steps: _Optional[_Iterable[int]] = ..., gap_bounds_us: _Optional[_Iterable[int]] = ...) -> None: ...
+    warmed: int
+    def __init__(self, at_seconds: _Optional[float] = ..., lookups: _Optional[_Union[LookupStats, _Mapping]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., fills: _Optional[_Union[FillStats, _Mapping]] = ..., reads: _Optional[_Union[ReadStats, _Mapping]] = ..., caches: _Optional[_Iterable[_Union[CacheStats, _Mapping]]] = ..., classes: _Optional[_Iterable[_Union[ClassStats, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., turns: _Optional[int] = ..., fences: _Optional[int] = ..., page_moves: _Optional[int] = ..., metadata_bytes: _Optional[int] = ..., writes: _Optional[_Union[WriteStats, _Mapping]] = ..., kv: _Optional[_Union[KvStats, _Mapping]] = ..., kinds: _Optional[_Iterable[_Union[KindStats, _Mapping]]] = ..., io_errors: _Optional[_Iterable[_Union[IoErrorStats, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., ring_depth: _Optional[int] = ..., age_bounds_steps: _Optional[_Iterable[int]] = ..., gap_bounds_us: _Optional[_Iterable[int]] = ..., warmed: _Optional[int] = ...) -> None: ...
 
 class LookupStats(_message.Message):
     __slots__ = ("weight_lookups", "weight_hits", "kv_lookups", "kv_hits", "waits", "wait_nanoseconds", "deadlines_exceeded", "steps_invalid")
@@ -334,7 +338,7 @@ class LookupStats(_message.Message):
     def __init__(self, weight_lookups: _Optional[int] = ..., weight_hits: _Optional[int] = ..., kv_lookups: _Optional[int] = ..., kv_hits: _Optional[int] = ..., waits: _Optional[int] = ..., wait_nanoseconds: _Optional[int] = ..., deadlines_exceeded: _Optional[int] = ..., steps_invalid: _Optional[int] = ...) -> None: ...
 
 class RequestStats(_message.Message):
-    __slots__ = ("taken", "duplicates", "resident_already", "quarantined", "invalid", "dropped_ring", "dropped_queue", "dropped_grace", "cold", "evicted")
+    __slots__ = ("taken", "duplicates", "resident_already", "quarantined", "invalid", "dropped_ring", "dropped_queue", "dropped_grace", "cold", "evicted", "rejected")
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     DUPLICATES_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_ALREADY_FIELD_NUMBER: _ClassVar[int]
@@ -345,6 +349,7 @@ class RequestStats(_message.Message):
     DROPPED_GRACE_FIELD_NUMBER: _ClassVar[int]
     COLD_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
     taken: int
     duplicates: int
     resident_already: int
@@ -355,10 +360,11 @@ class RequestStats(_message.Message):
     dropped_grace: int
     cold: int
     evicted: int
-    def __init__(self, taken: _Optional[int] = ..., duplicates: _Optional[int] = ..., resident_already: _Optional[int] = ..., quarantined: _Optional[int] = ..., invalid: _Optional[int] = ..., dropped_ring: _Optional[int] = ..., dropped_queue: _Optional[int] = ..., dropped_grace: _Optional[int] = ..., cold: _Optional[int] = ..., evicted: _Optional[int] = ...) -> None: ...
+    rejected: int
+    def __init__(self, taken: _Optional[int] = ..., duplicates: _Optional[int] = ..., resident_already: _Optional[int] = ..., quarantined: _Optional[int] = ..., invalid: _Optional[int] = ..., dropped_ring: _Optional[int] = ..., dropped_queue: _Optional[int] = ..., dropped_grace: _Optional[int] = ..., cold: _Optional[int] = ..., evicted: _Optional[int] = ..., rejected: _Optional[int] = ...) -> None: ...
 
 class FillStats(_message.Message):
-    __slots__ = ("fills", "useful", "preloaded", "corrupt", "retries", "evictions", "latency_us", "latency_bounds_us", "latency_counts", "unused", "put")
+    __slots__ = ("fills", "useful", "preloaded", "corrupt", "retries", "evictions", "latency_us", "latency_bounds_us", "latency_counts", "unused", "put", "prefetched")
     FILLS_FIELD_NUMBER: _ClassVar[int]
     USEFUL_FIELD_NUMBER: _ClassVar[int]
     PRELOADED_FIELD_NUMBER: _ClassVar[int]
@@ -370,6 +376,7 @@ class FillStats(_message.Message):
     LATENCY_COUNTS_FIELD_NUMBER: _ClassVar[int]
     UNUSED_FIELD_NUMBER: _ClassVar[int]
     PUT_FIELD_NUMBER: _ClassVar[int]
+    PREFETCHED_FIELD_NUMBER: _ClassVar[int]
     fills: int
     useful: int
     preloaded: int
@@ -381,10 +388,11 @@ class FillStats(_message.Message):
     latency_counts: _containers.RepeatedScalarFieldContainer[int]
     unused: int
     put: int
-    def __init__(self, fills: _Optional[int] = ..., useful: _Optional[int] = ..., preloaded: _Optional[int] = ..., corrupt: _Optional[int] = ..., retries: _Optional[int] = ..., evictions: _Optional[int] = ..., latency_us: _Optional[int] = ..., latency_bounds_us: _Optional[_Iterable[int]] = ..., latency_counts: _Optional[_Iterable[int]] = ..., unused: _Optional[int] = ..., put: _Optional[int] = ...) -> None: ...
+    prefetched: int
+    def __init__(self, fills: _Optional[int] = ..., useful: _Optional[int] = ..., preloaded: _Optional[int] = ..., corrupt: _Optional[int] = ..., retries: _Optional[int] = ..., evictions: _Optional[int] = ..., latency_us: _Optional[int] = ..., latency_bounds_us: _Optional[_Iterable[int]] = ..., latency_counts: _Optional[_Iterable[int]] = ..., unused: _Optional[int] = ..., put: _Optional[int] = ..., prefetched: _Optional[int] = ...) -> None: ...
 
 class KindStats(_message.Message):
-    __slots__ = ("kind", "requests", "cold", "evicted", "duplicates", "resident_already", "quarantined", "asked", "preloaded", "put", "useful", "unused", "corrupt", "retries", "evictions_capacity", "evictions_pressure", "evictions_epoch", "evictions_clear", "demand_bytes", "ahead_bytes", "write_bytes", "entries", "latency_us", "latency_counts", "age_counts", "reuse_us", "reuse_counts", "idle_us", "idle_counts")
+    __slots__ = ("kind", "requests", "cold", "evicted", "duplicates", "resident_already", "quarantined", "asked", "preloaded", "put", "useful", "unused", "corrupt", "retries", "evictions_capacity", "evictions_pressure", "evictions_epoch", "evictions_clear", "demand_bytes", "ahead_bytes", "write_bytes", "entries", "latency_us", "latency_counts", "age_counts", "reuse_us", "reuse_counts", "idle_us", "idle_counts", "rejected", "prefetches", "prefetch_needless", "prefetch_dropped", "prefetched", "prefetch_used", "prefetch_unused")
     KIND_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     COLD_FIELD_NUMBER: _ClassVar[int]
@@ -414,6 +422,13 @@ class KindStats(_message.Message):
     REUSE_COUNTS_FIELD_NUMBER: _ClassVar[int]
     IDLE_US_FIELD_NUMBER: _ClassVar[int]
     IDLE_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    PREFETCHES_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_NEEDLESS_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    PREFETCHED_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_USED_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_UNUSED_FIELD_NUMBER: _ClassVar[int]
     kind: str
     requests: int
     cold: int
@@ -443,7 +458,14 @@ class KindStats(_message.Message):
     reuse_counts: _containers.RepeatedScalarFieldContainer[int]
     idle_us: int
     idle_counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, kind: _Optional[str] = ..., requests: _Optional[int] = ..., cold: _Optional[int] = ..., evicted: _Optional[int] = ..., duplicates: _Optional[int] = ..., resident_already: _Optional[int] = ..., quarantined: _Optional[int] = ..., asked: _Optional[int] = ..., preloaded: _Optional[int] = ..., put: _Optional[int] = ..., useful: _Optional[int] = ..., unused: _Optional[int] = ..., corrupt: _Optional[int] = ..., retries: _Optional[int] = ..., evictions_capacity: _Optional[int] = ..., evictions_pressure: _Optional[int] = ..., evictions_epoch: _Optional[int] = ..., evictions_clear: _Optional[int] = ..., demand_bytes: _Optional[int] = ..., ahead_bytes: _Optional[int] = ..., write_bytes: _Optional[int] = ..., entries: _Optional[int] = ..., latency_us: _Optional[int] = ..., latency_counts: _Optional[_Iterable[int]] = ..., age_counts: _Optional[_Iterable[int]] = ..., reuse_us: _Optional[int] = ..., reuse_counts: _Optional[_Iterable[int]] = ..., idle_us: _Optional[int] = ..., idle_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    rejected: int
+    prefetches: int
+    prefetch_needless: int
+    prefetch_dropped: int
+    prefetched: int
+    prefetch_used: int
+    prefetch_unused: int
+    def __init__(self, kind: _Optional[str] = ..., requests: _Optional[int] = ..., cold: _Optional[int] = ..., evicted: _Optional[int] = ..., duplicates: _Optional[int] = ..., resident_already: _Optional[int] = ..., quarantined: _Optional[int] = ..., asked: _Optional[int] = ..., preloaded: _Optional[int] = ..., put: _Optional[int] = ..., useful: _Optional[int] = ..., unused: _Optional[int] = ..., corrupt: _Optional[int] = ..., retries: _Optional[int] = ..., evictions_capacity: _Optional[int] = ..., evictions_pressure: _Optional[int] = ..., evictions_epoch: _Optional[int] = ..., evictions_clear: _Optional[int] = ..., demand_bytes: _Optional[int] = ..., ahead_bytes: _Optional[int] = ..., write_bytes: _Optional[int] = ..., entries: _Optional[int] = ..., latency_us: _Optional[int] = ..., latency_counts: _Optional[_Iterable[int]] = ..., age_counts: _Optional[_Iterable[int]] = ..., reuse_us: _Optional[int] = ..., reuse_counts: _Optional[_Iterable[int]] = ..., idle_us: _Optional[int] = ..., idle_counts: _Optional[_Iterable[int]] = ..., rejected: _Optional[int] = ..., prefetches: _Optional[int] = ..., prefetch_needless: _Optional[int] = ..., prefetch_dropped: _Optional[int] = ..., prefetched: _Optional[int] = ..., prefetch_used: _Optional[int] = ..., prefetch_unused: _Optional[int] = ...) -> None: ...
 
 class WriteStats(_message.Message):
     __slots__ = ("writes", "bytes", "microseconds", "in_flight", "latency_counts")

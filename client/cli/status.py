@@ -33,7 +33,8 @@ def status(runtime_dir: RuntimeDirOption = None, as_json: JsonOption = False) ->
         output.print(f"  {name}: {text}")
     for cache in stats.caches:
         output.print(
-            f"  {cache.kind} cache: {cache.valid_bytes / 2**20:.1f} of {cache.capacity_bytes / 2**20:.1f} MiB in use"
+            f"  {cache.kind} cache: {cache.valid_bytes / 2**20:.1f} of {cache.capacity_bytes / 2**20:.1f} MiB in use "
+            f"({info.policy})"
         )
     for tenant in stats.tenants:
         output.print(

@@ -11,7 +11,7 @@ import pytest
 from strataflux.cache_policy.miss import Wait
 from strataflux.client.session import Session
 from strataflux.daemon import assembly
-from strataflux.daemon.config import resolve_config
+from strataflux.daemon.config import Config, resolve_config
 from strataflux.daemon.pressure import MemoryState
 from strataflux.daemon.reader_thread import ReaderThread
 from strataflux.daemon.server import Server
@@ -28,7 +28,7 @@ PLENTY, SHORT = MemoryState(4096 * MIB), MemoryState(10 * MIB)
 @pytest.fixture(autouse=True, scope="module")
 def compiled() -> None:
     """Machine code is made before any watchdog of a test runs."""
-    assembly.compile_everything()
+    assembly.compile_everything(Config())
 
 
 class Machine:

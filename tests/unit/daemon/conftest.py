@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from strataflux.daemon.access import StoreAccess
@@ -17,7 +18,7 @@ from strataflux.daemon.admission import Admission
 from strataflux.daemon.attach import AttachServer
 from strataflux.daemon.config import AttachConfig, StoreConfig, TenantConfig
 from strataflux.daemon.errors import DaemonError, Refusal
-from strataflux.daemon.interface import AddedSegment, SessionRequest
+from strataflux.daemon.interface import AddedSegment, HotRecords, SessionRequest
 from strataflux.daemon.quotas import Quotas
 from strataflux.daemon.stats import SessionStats, Stats
 from strataflux.proto import layout, messages, segment
@@ -67,6 +68,7 @@ class FakeReader:
     generation: int = 77
     engine: str = "threads"
     direct_io: str = "direct"
+    policy: str = "lru"
     registered_buffers: bool = False
     setup_flags: tuple[str, ...] = ()
     calls: list[str] = field(default_factory=list)
@@ -165,6 +167,16 @@ class FakeReader:
     def replace_store(self, index: int, fresh: Any) -> None:
         self.calls.append(f"replace({index})")
         self.stores[index].manifest = fresh.manifest
+
+    def hot_records(self) -> list[HotRecords]:
+        if self.failure is not None:
+            raise self.failure
+        digest = self.stores[0].manifest.identity_digest
+        return [HotRecords(digest, 10, np.array([7, 2], np.uint32))]
+
+    def warm(self, hot: Sequence[HotRecords]) -> int:
+        self.calls.append("warm")
+        return sum(part.oids.size for part in hot)
 
     def echo(self) -> None:
         if self.failure is not None:

@@ -45,6 +45,8 @@ allow_groups = ["root"]
 [cache]
 weight_bytes = "64MiB"
 kv_bytes = 67108864
+policy = "sieve"
+warm_start = false
 [reader]
 engine = "threads"
 queue_depth = 7
@@ -70,6 +72,7 @@ json = true
     assert (store.allow_uids, store.allow_groups) == ((0, 1000, 0), (0,))
     assert config.runtime_dir == Path("/run/other")
     assert config.cache.weight_bytes == config.cache.kv_bytes == 64 << 20
+    assert (config.cache.policy, config.cache.warm_start) == ("sieve", False)
     assert (config.reader.engine, config.reader.queue_depth, config.reader.threads) == ("threads", 7, 2)
     assert (config.reader.direct_io, config.reader.grace_seconds) == ("off", 0.5)
     assert (config.attach.max_sessions, config.attach.max_sessions_per_uid) == (3, 2)
@@ -86,6 +89,8 @@ json = true
         ('[cache]\nweight_bytes = "64MB"', "cache.weight_bytes", "'64MB'"),
         ("[cache]\nweight_bytes = -1", "cache.weight_bytes", "-1"),
         ("[cache]\nweight_bytes = true", "cache.weight_bytes", "True"),
+        ('[cache]\npolicy = "best"', "cache.policy", "'best'; there are lru, "),
+        ("[cache]\npolicy = 3", "cache.policy", "3"),
         ("[cache]\nkv_bytes = 1", "cache.kv_bytes", "1"),
         ('[reader]\nengine = "spdk"', "reader.engine", "'spdk'"),
         ("[reader]\nqueue_depth = 0", "reader.queue_depth", "0"),

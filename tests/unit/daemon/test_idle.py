@@ -7,7 +7,8 @@ import pytest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
 from strataflux.daemon.exporter import StrataFluxCollector
-from strataflux.daemon.reader_thread import ReaderSettings, ReaderThread
+from strataflux.daemon.reader_settings import ReaderSettings
+from strataflux.daemon.reader_thread import ReaderThread
 from strataflux.daemon.store import open_served
 from strataflux.proto.store_format import SectionSpec
 from strataflux.proto.store_writer import StoreWriter

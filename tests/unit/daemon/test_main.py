@@ -38,7 +38,7 @@ def test_a_refusal_says_what_stands_in_the_way(tmp_path: Path, capsys: pytest.Ca
     assert captured.err.splitlines() == [
         f"stratafluxd: error: {path}:cache.size",
         "  found:    an unknown key",
-        "  expected: one of kv_bytes, weight_bytes",
+        "  expected: one of kv_bytes, policy, warm_start, weight_bytes",
         "  remedy:   remove it, or mend its spelling",
     ]
 

@@ -40,7 +40,7 @@ from strataflux.daemon.values import Address
 
 STATS = Stats(
     lookups=LookupStats(weight_lookups=100, weight_hits=70, waits=3, wait_nanoseconds=1_500_000_000),
-    requests=RequestStats(dropped_ring=5, dropped_queue=3),
+    requests=RequestStats(dropped_ring=5, dropped_queue=3, rejected=6),
     fills=FillStats(latency_bounds_us=(50, 100)),
     kinds=(
         KindStats(
@@ -68,6 +68,13 @@ STATS = Stats(
             reuse_counts=(1, 0, 1),
             idle_us=5_000_000,
             idle_counts=(0, 0, 1),
+            rejected=6,
+            prefetches=20,
+            prefetch_needless=5,
+            prefetch_dropped=4,
+            prefetched=11,
+            prefetch_used=7,
+            prefetch_unused=2,
         ),
         KindStats("kv", put=6, write_bytes=8192, evictions_clear=1, latency_counts=(0, 0, 0), age_counts=(0, 0, 0, 0)),
     ),
@@ -78,6 +85,7 @@ STATS = Stats(
     io_errors=(IoErrorStats("read", "EIO", 2), IoErrorStats("write", "ENOSPC", 1)),
     tenants=(TenantStats("others", requests=1), TenantStats("lab", requests=29, fills=14, kv_bytes=4096)),
     ring_depth=11,
+    warmed=12,
     reads=ReadStats(
         reads=12,
         in_flight=2,
@@ -127,6 +135,8 @@ def moment(stats: Stats = STATS, degraded: dict[str, str] | None = None) -> Mome
         engine="uring",
         direct_io="direct",
         registered_buffers=True,
+        policy="lru",
+        hot_set={("save", "ok"): 3, ("load", "damaged"): 1},
         version="1.2.3",
     )
 
@@ -227,6 +237,17 @@ def registry() -> CollectorRegistry:
         ("fill_seconds_bucket", {"kind": "weight", "le": "+Inf"}, 18),
         ("fill_seconds_count", {"kind": "weight"}, 18),
         ("fill_seconds_sum", {"kind": "weight"}, 0.0009),
+        ("cache_info", {"policy": "lru"}, 1),
+        ("requests_dropped_total", {"hop": "reader", "why": "admission"}, 6),
+        ("fills_total", {"kind": "weight", "cause": "prefetch"}, 11),
+        ("prefetches_total", {"kind": "weight"}, 20),
+        ("prefetches_unread_total", {"kind": "weight", "why": "needless"}, 5),
+        ("prefetches_unread_total", {"kind": "weight", "why": "dropped"}, 4),
+        ("prefetches_used_total", {"kind": "weight"}, 7),
+        ("prefetches_unused_total", {"kind": "weight"}, 2),
+        ("warm_reads_total", {}, 12),
+        ("hot_set_total", {"op": "save", "result": "ok"}, 3),
+        ("hot_set_total", {"op": "load", "result": "damaged"}, 1),
         ("io_backend_info", {"engine": "uring", "direct": "direct", "registered": "true"}, 1),
         ("build_info", {"version": "1.2.3"}, 1),
         ("shard_info", {"model": "abcdef012345", "epoch": "2", "format": "1"}, 1),

@@ -12,7 +12,8 @@ import pytest
 from strataflux.daemon.engines.board import Board, open_board
 from strataflux.daemon.engines.uring import UringEngine
 from strataflux.daemon.errors import DirectIoUnavailable, EngineUnavailable, ReaderFailed, Refusal
-from strataflux.daemon.reader_thread import EngineFactory, ReaderSettings, ReaderThread, make_engine
+from strataflux.daemon.reader_settings import EngineFactory, ReaderSettings, make_engine
+from strataflux.daemon.reader_thread import ReaderThread
 from strataflux.daemon.store import Store, open_served
 from strataflux.daemon.tier import Tier
 from strataflux.proto import layout

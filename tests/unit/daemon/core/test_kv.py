@@ -16,7 +16,8 @@ from strataflux.daemon import kv as kv_module
 from strataflux.daemon.errors import Refusal
 from strataflux.daemon.interface import SessionRequest
 from strataflux.daemon.kv import KvSettings
-from strataflux.daemon.reader_thread import ReaderSettings, ReaderThread
+from strataflux.daemon.reader_settings import ReaderSettings
+from strataflux.daemon.reader_thread import ReaderThread
 from strataflux.daemon.store import open_served
 from strataflux.proto import layout, ring
 from strataflux.proto.messages import KvGeometry
@@ -160,6 +161,22 @@ def test_newest_groups_of_all_heads_are_resident_after_a_put(reader: ReaderThrea
     assert newest == list(range(newest[0], 32)), "groups are shown from the newest on"
     for index in shown:
         assert kv.record(GEOMETRY.groups_per_block + index) == record_of(other, index)
+
+
+def test_prefetched_records_are_told_apart_by_kind(reader: ReaderThread, kv: Kv) -> None:
+    reader.grant_blocks(kv.index, 2)
+    data = block_bytes(3)
+    assert kv.put(0, 0, data) == layout.PUT_ACCEPTED
+    until(lambda: kv.in_file(0), "the block was never written")
+    absent = [oid for oid in range(0, 100, 7) if kv.entry(oid) == 0]
+    nothing_there = GEOMETRY.groups_per_block  # of a block that was not put
+    kv.request([layout.PREFETCH | oid for oid in (*absent, nothing_there)])
+    until(lambda: all(kv.entry(oid) for oid in absent), "the records never came")
+    assert [kv.record(oid) for oid in absent] == [record_of(data, oid) for oid in absent]
+    view: Any = kv.view.view(layout.SESSION_VIEW)[0]
+    assert view["prefetch_fills"].tolist() == [0, len(absent)]
+    assert reader.snapshot().kinds[1].prefetched == len(absent)
+    assert int(kv.core.sessions[kv.index]["invalid"]) == 1
 
 
 def test_records_come_back_from_buffer_or_file(reader: ReaderThread, kv: Kv) -> None:

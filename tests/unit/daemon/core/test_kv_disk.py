@@ -12,7 +12,8 @@ import pytest
 
 from strataflux.daemon.engines.board import Board, open_board
 from strataflux.daemon.kv import KvSettings
-from strataflux.daemon.reader_thread import ReaderSettings, ReaderThread
+from strataflux.daemon.reader_settings import ReaderSettings
+from strataflux.daemon.reader_thread import ReaderThread
 from strataflux.daemon.state import BLOCK_FAILED, BLOCK_GRANTED
 from strataflux.daemon.store import open_served
 from strataflux.proto import layout

@@ -30,7 +30,8 @@ WATCHDOG_SECONDS = 120.0
 MEASURE = """
 import json, sys, threading
 from pathlib import Path
-from strataflux.daemon.reader_thread import ReaderSettings, ReaderThread
+from strataflux.daemon.reader_settings import ReaderSettings
+from strataflux.daemon.reader_thread import ReaderThread
 from strataflux.daemon.store import open_served
 store, budget, records = open_served(Path(sys.argv[1]), direct_io="off", preload=True), *map(int, sys.argv[2:])
 reader = ReaderThread(ReaderSettings(budget, engine="threads"), [store])
