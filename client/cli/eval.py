@@ -11,6 +11,14 @@ import typer
 from strataflux.cache_policy.miss import MissPolicy
 from strataflux.client.cli.eval_kv import KvCommand, run_eval_kv
 from strataflux.client.cli.eval_method import MethodCommand, is_method, run_eval_method
+from strataflux.client.cli.eval_tasks import (
+    TaskCommand,
+    TaskCountOption,
+    TaskSeedOption,
+    TasksOption,
+    TaskTokensOption,
+    run_eval_tasks,
+)
 from strataflux.client.cli.kv_options import (
     FractionOption,
     GroupOption,
@@ -49,9 +57,10 @@ _Given = dict[str, object]
 """Options by name, as they were given."""
 
 _DEFAULT_CACHE = "25%"
-_DEFAULT_KV_CACHE = "10%"
+_KV_CACHE = "10%"
 _TOKENS, _DENSE_TOKENS = 512, 2047
 _KV_CONTEXT, _METHOD_CONTEXT = 8192, 2048
+_NO_METHOD = "anything but --kv METHOD"
 
 _ReferenceOption = Annotated[
     Path | None,
@@ -98,6 +107,10 @@ def _command(
     sequential: _SequentialOption = False,
     calibration: _CalibrationOption = None,
     calibration_tokens: _CalibrationTokensOption = 16384,
+    tasks: TasksOption = None,
+    task_tokens: TaskTokensOption = 1024,
+    task_count: TaskCountOption = 8,
+    task_seed: TaskSeedOption = 0,
     runtime_dir: RuntimeDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -109,7 +122,8 @@ def _command(
 
     With --kv the low-bit thing is the KV cache: the last 256 tokens of each window are scored after a prefill of the
     others, against the same weights with an exact cache. The model may then also be one that was not prepared. With a
-    METHOD, such as fsq:16x, palu:8x or kivi:2, whole windows are scored, against the same weights likewise.
+    METHOD, such as fsq:16x, palu:8x or kivi:2, whole windows are scored, against the same weights likewise; or, with
+    --tasks, how much the model still finds in long prompts.
     """
     output = Output(as_json)
     unfit: _Given = {"--tokens": tokens, "--k": k, "--dense": dense, "--weight-cache": weight_cache}
@@ -117,25 +131,29 @@ def _command(
         fitted = (text, reference, calibration, calibration_tokens)
         asked = MethodCommand(folder, kv, *fitted, context or _METHOD_CONTEXT, windows, sequential, device)
         unfit |= {"--kv-oracle": kv_oracle, "--kv-cache": kv_cache, "--starts": starts, "--runtime-dir": runtime_dir}
-        _refuse_together("--kv METHOD", unfit)
-        run_eval_method(output, asked)
+        _by_method(output, asked, unfit, tasks, (task_tokens, task_count, task_seed))
         return
-    _refuse_together("anything but --kv METHOD", {"--sequential": sequential, "--calibration": calibration})
+    _refuse_together(_NO_METHOD, {"--sequential": sequential, "--calibration": calibration, "--tasks": tasks})
     options = None if kv is None else parse_kv(kv, refine_kv, group, fraction, prenormalize)
     if options is not None:
         _refuse_together("--kv", unfit | {"--reference": reference})
-        where, policy, cache = parse_starts(starts), parse_miss(miss), kv_cache or _DEFAULT_KV_CACHE
-        size = context or _KV_CONTEXT
-        asked_for = (where, policy, kv_oracle, cache, runtime_dir, read_ahead)
-        command = KvCommand(folder, text, options, size, windows, *asked_for)
-        _low_bit_kv(output, command, kv_cache)
-        return
-    model = _Model.open(folder, reference)
-    if dense:
-        _dense(output, model, _windows(model.prepared, text, tokens or _DENSE_TOKENS, windows), k, device)
-        return
-    scored = (text, tokens or _TOKENS, windows)
-    _refined(output, model, scored, (k, parse_miss(miss), read_ahead), weight_cache, runtime_dir)
+        rest = (parse_starts(starts), parse_miss(miss), kv_oracle, kv_cache or _KV_CACHE, runtime_dir, read_ahead)
+        _low_bit_kv(output, KvCommand(folder, text, options, context or _KV_CONTEXT, windows, *rest), kv_cache)
+    elif dense:
+        _dense(output, _Model.open(folder, reference), (text, tokens or _DENSE_TOKENS, windows), k, device)
+    else:
+        model, scored = _Model.open(folder, reference), (text, tokens or _TOKENS, windows)
+        _refined(output, model, scored, (k, parse_miss(miss), read_ahead), weight_cache, runtime_dir)
+
+
+def _by_method(
+    output: Output, asked: MethodCommand, unfit: _Given, tasks: str | None, sizes: tuple[int, int, int]
+) -> None:
+    _refuse_together("--kv METHOD", unfit)
+    if tasks is None:
+        run_eval_method(output, asked)
+    else:
+        run_eval_tasks(output, asked, TaskCommand(tasks, *sizes))
 
 
 def _low_bit_kv(output: Output, command: KvCommand, kv_cache: str | None) -> None:
@@ -227,11 +245,11 @@ def _windows(prepared: "PreparedModel", text: Path | None, tokens: int, windows:
     return cut_windows(subject, prepared.tokenizer().encode(words).ids, tokens, windows)
 
 
-def _dense(output: Output, model: _Model, windows: list[list[int]], k: int | None, device: str) -> None:
+def _dense(output: Output, model: _Model, scored: tuple[Path | None, int, int], k: int | None, device: str) -> None:
     from strataflux.client.cli.table import comparison_table
     from strataflux.client.evaluate.dense_run import evaluate_dense
 
-    prepared = model.prepared
+    prepared, windows = model.prepared, _windows(model.prepared, *scored)
     with progress("reading the models"):
         exact = model.exact()
     with progress("scoring windows", len(windows)) as advance:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import Tensor
 
-    from strataflux.client.evaluate.methods.base import KvMethod
+    from strataflux.client.evaluate.methods.base import KvMethod, MethodSpec
     from strataflux.client.evaluate.scoring import Reference, Score
     from strataflux.client.prepare.fsq_file import FsqCodes
     from strataflux.client.prepare.prepared import PreparedModel
     from strataflux.client.prepare.source import ModelSource
     from strataflux.client.runtime.models import DecoderWeights
 
-__all__ = ["Evaluated", "MethodCommand", "is_method", "open_evaluated", "run_eval_method"]
+__all__ = ["Evaluated", "MethodCommand", "fitted_method", "is_method", "open_evaluated", "run_eval_method"]
 
 _SCORED_AFTER_EVICTION = 256
 _SEQUENCE = 512
@@ -68,24 +68,17 @@ def run_eval_method(output: Output, command: MethodCommand) -> None:
     """
     from strataflux.client.evaluate.compare import join_scores
     from strataflux.client.evaluate.dense import dense_reference
-    from strataflux.client.evaluate.methods.base import Making, parse_method
-    from strataflux.client.evaluate.methods.registry import check_method, make_method
+    from strataflux.client.evaluate.methods.base import parse_method
+    from strataflux.client.evaluate.methods.registry import check_method
 
     spec = parse_method(command.spec)
-    described = check_method(spec)
+    check_method(spec)
     if command.sequential and spec.name != "fsq":
         raise MisuseError("--sequential", f"--kv {spec}", "--kv fsq:RATIOx", "only codes have a cache of their own")
     with progress("reading the model"):
         found = open_evaluated(command.model, str(spec), command.reference, command.device)
         windows, rest = _windows(command, found.tokenizer)
-    given = None
-    if described.fitted and found.codes is None:
-        given = _given(command, found.tokenizer, rest)
-        if spec.name == "fsq":
-            print_note(f"{command.model} has no codes of {spec}: converted here; `strataflux prepare --fsq` keeps them")
-    with progress("fitting layers", found.weights.config.layers) as advance:
-        codes = None if found.codes is None else found.codes.layers
-        method = make_method(spec, Making(found.weights, given, codes, advance))
+    method = fitted_method(command, spec, found, rest)
     scores: list[tuple[Reference, Score]] = []
     with progress("scoring windows", len(windows)) as advance:
         for window in windows:
@@ -94,6 +87,25 @@ def run_eval_method(output: Output, command: MethodCommand) -> None:
             advance()
     exact, kept = (join_scores(part) for part in zip(*((one.score, two) for one, two in scores), strict=True))
     _show(output, command, found, method, exact, kept)
+
+
+def fitted_method(command: MethodCommand, spec: "MethodSpec", found: Evaluated, rest: Sequence[int]) -> "KvMethod":
+    """The method that ``spec`` names, made of the model's codes, or of --calibration or ``rest``, tokens of the text.
+
+    Raises:
+        MisuseError, InputError: there is no such method, or too little to fit on.
+    """
+    from strataflux.client.evaluate.methods.base import Making
+    from strataflux.client.evaluate.methods.registry import check_method, make_method
+
+    given = None
+    if check_method(spec).fitted and found.codes is None:
+        given = _given(command, found.tokenizer, rest)
+        if spec.name == "fsq":
+            print_note(f"{command.model} has no codes of {spec}: converted here; `strataflux prepare --fsq` keeps them")
+    with progress("fitting layers", found.weights.config.layers) as advance:
+        codes = None if found.codes is None else found.codes.layers
+        return make_method(spec, Making(found.weights, given, codes, advance))
 
 
 def open_evaluated(model: Path, name: str, reference: Path | None, device: str) -> Evaluated:

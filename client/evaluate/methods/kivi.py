@@ -26,7 +26,7 @@ NEWEST = 128
 """Tokens that stay exact."""
 
 
-def value_group(head_dim: int) -> int:
+def _value_group(head_dim: int) -> int:
     """Channels of a group of values: 32, or a whole small head.
 
     Raises:
@@ -40,7 +40,7 @@ def value_group(head_dim: int) -> int:
 
 def kivi_bytes(config: ModelConfig, bits: int, tokens: int) -> int:
     """Bytes of one sequence of ``tokens``, all layers."""
-    head, group = config.head_dim, value_group(config.head_dim)
+    head, group = config.head_dim, _value_group(config.head_dim)
     coded_keys, coded_values = tokens - tokens % NEWEST, max(0, tokens - NEWEST)
     keys = coded_keys // GROUP * head * range_group_bytes(GROUP, bits)
     values = coded_values * (head // group) * range_group_bytes(group, bits)
@@ -99,6 +99,6 @@ class _Layer:
 def make_kivi(spec: MethodSpec, making: Making) -> KvMethod:
     """``kivi:2``."""
     bits, config = spec.bits or 2, making.config
-    group = value_group(config.head_dim)
+    group = _value_group(config.head_dim)
     nbytes = partial(kivi_bytes, config, bits)
     return KvMethod(str(spec), lambda _: _Layer(bits, group), lambda prompt, further: nbytes(prompt + further))
