@@ -13,40 +13,51 @@ struct Half {  // keys or values of tiles [blocks, kv_heads, ...]
   const u8* codes;
   const u16 *scale, *zero, *other;
 };
-struct Lookup {
+struct Lookup {  // cells of the attach block that each look-up needs, read once
   i64* block;
   const float* thresholds;
   int table;
+  bool enabled;
+  u64 directory, stamps;
+  i64 last_chunk;
+  u32 clock;
+  __device__ __forceinline__ Lookup(i64* block, const float* thresholds, int table)
+      : block(block), thresholds(thresholds), table(table) {
+    enabled = load_cell(block + ENABLED) != 0;
+    directory = (u64)load_cell(block + TABLES + TABLE_CELLS * table);
+    stamps = (u64)load_cell(block + STAMPS);
+    last_chunk = load_cell(block + LAST_CHUNK);
+    clock = (u32)load_cell(block + CLOCK);
+  }
 };
 
 // --- look-up ----------------------------------------------------------------------------------------------------------
 
+__device__ __forceinline__ void ask(const Lookup& in, i64 oid, u32 share) {
+  const i64 position = (i64)atomicAdd((u64*)(in.block + TAIL), 1ull);
+  if (position >= load_cell(in.block + LIMIT)) {
+    count(in.block + DROPPED, 1);
+    return;
+  }
+  const i64 log2 = load_cell(in.block + RING_LOG2);
+  const u64 lap = 1 + (u64)(position >> log2) % LAPS, score = score_of((int)share, 0x3F800000, in.thresholds);
+  // SYNC: ring-entry (publish). One 8-byte store: a request announces no bytes, only itself.
+  store_host_entry((u64)load_cell(in.block + RING) + 8 * (position & (((i64)1 << log2) - 1)),
+                   lap << LAP_SHIFT | score << SCORE_SHIFT | (u64)in.table << TABLE_SHIFT | (u64)oid);
+}
+
 // Where each lane's record lies, 0 where it is absent or the lane has none; stamps, requests and counts.
 __device__ __forceinline__ u64 look_up(const Lookup& in, bool known, i64 oid, u32 share, int* wanted, int* hits) {
-  const bool enabled = load_cell(in.block + ENABLED) != 0;
-  const u64 directory = (u64)load_cell(in.block + TABLES + TABLE_CELLS * in.table);
   // SYNC: directory-entry (read).
-  const u32 entry = known && enabled ? load_host_word(directory + 4 * (u64)oid) : QUARANTINED;
+  const u32 entry = known && in.enabled ? load_host_word(in.directory + 4 * (u64)oid) : QUARANTINED;
   const bool named = entry != ABSENT && entry != QUARANTINED;
-  const u64 address = named ? address_of(in.block, entry, load_cell(in.block + LAST_CHUNK)) : 0;
-  if (address) store_host_word((u64)load_cell(in.block + STAMPS) + 4 * ((u64)entry - 1), (u32)load_cell(in.block + CLOCK));
+  const u64 address = named ? address_of(in.block, entry, in.last_chunk) : 0;
+  if (address) store_host_word(in.stamps + 4 * ((u64)entry - 1), in.clock);
   if (known) atomicAdd(wanted, 1);
   if (address) atomicAdd(hits, 1);
   count(in.block + RUBBISH, named && !address);
-  count(in.block + DROPPED, known && !enabled);
-  if (entry == ABSENT) {
-    const i64 position = (i64)atomicAdd((u64*)(in.block + TAIL), 1ull);
-    if (position < load_cell(in.block + LIMIT)) {
-      const i64 log2 = load_cell(in.block + RING_LOG2);
-      const u64 lap = 1 + (u64)(position >> log2) % LAPS;
-      const u64 score = score_of((int)share, 0x3F800000, in.thresholds);
-      // SYNC: ring-entry (publish). One 8-byte store: a request announces no bytes, only itself.
-      store_host_entry((u64)load_cell(in.block + RING) + 8 * (position & (((i64)1 << log2) - 1)),
-                       lap << LAP_SHIFT | score << SCORE_SHIFT | (u64)in.table << TABLE_SHIFT | (u64)oid);
-    } else {
-      count(in.block + DROPPED, 1);
-    }
-  }
+  count(in.block + DROPPED, known && !in.enabled);
+  if (entry == ABSENT) ask(in, oid, share);
   return address;
 }
 
@@ -251,33 +262,33 @@ kv_refine(const float* queries, const u8* key_codes, const u16* key_scale, const
   const size_t head0 = (size_t)owner * HEADS;
   const Half keys = {key_codes, key_scale, key_zero, key_other};
   const Half values = {value_codes, value_scale, value_zero, value_other};
-  const Lookup lookup = {block, thresholds, table};
   if (threadIdx.x < 2) counts[threadIdx.x] = 0;
   __syncthreads();
   let_next_kernel_start();
   wait_for_previous_kernel();
   const int count_here = load_int(found + owner), stride = WARPS * refiners, first = warp * refiners + refiner;
+  chosen += (size_t)owner * room;
+  int next = load_int(chosen + min(first + lane * stride, room - 1));  // asked for before it is known whether it is one
+  const Lookup lookup(block, thresholds, table);
 
   State<D, HEADS> state = {};
-#pragma unroll
-  for (int h = 0; h < HEADS; h++) state.top[h] = NONE;
   float query[HEADS][C];
+#pragma unroll
+  for (int h = 0; h < HEADS; h++) {
+    state.top[h] = NONE;
+#pragma unroll
+    for (int c = 0; c < C; c++) query[h][c] = __int_as_float((int)load_word(queries + (head0 + h) * D + C * lane + c));
+  }
   for (int start = first; start < count_here; start += 32 * stride) {
     const int own = start + lane * stride;
     const bool here = own < count_here;
-    const int group = here ? load_int(chosen + (size_t)owner * room + own) : 0;
+    const int group = here ? next : 0;
     const int place = here ? load_int(tile_blocks + (size_t)sequence * most_tiles + group / OF_TILE) : 0;
     const i64 base = here ? load_cell(bases + place) : -1;
     const u32 share = here ? load_word(shares + (size_t)owner * most_tiles * OF_TILE + group) : 0;
     const i64 oid = base + first_oid + owner % kv_heads * OF_TILE + group % OF_TILE;
     const u64 address = look_up(lookup, base >= 0, oid, share, counts, counts + 1);
-    if (start == first) {
-#pragma unroll
-      for (int h = 0; h < HEADS; h++)
-#pragma unroll
-        for (int c = 0; c < C; c++)
-          query[h][c] = __int_as_float((int)load_word(queries + (head0 + h) * D + C * lane + c));
-    }
+    next = load_int(chosen + min(own + 32 * stride, room - 1));
     const int together = min(32, (count_here - start + stride - 1) / stride);
     for (int i = 0; i < together; i++) {
       const u64 at = (u64)__shfl_sync(EVERY, (u32)(address >> 32), i) << 32 | __shfl_sync(EVERY, (u32)address, i);
