@@ -84,11 +84,9 @@ class FsqCodes:
 
 
 def weights_digest(source: WeightSource) -> str:
-    """SHA-256 over everything that decides what a model computes; a prepared one knows it, of another one all weights
-    are read.
-    """
+    """SHA-256 over everything that decides what a model computes without refinement; reads all weights."""
     if isinstance(source, PreparedModel):
-        return str(source.manifest.identity["base_weights_sha256"])
+        return source.weights_sha256
     digest = TensorDigest()
     digest.add("embedding", source.embedding())
     digest.add("norm", source.norm())

@@ -202,6 +202,15 @@ class PreparedModel:
                 self.folder / RESIDENT, f"SHA-256 {digest.hexdigest()[:12]}…", f"{expected[:12]}…", _REMEDY
             )
 
+    @cached_property
+    def weights_sha256(self) -> str:
+        """SHA-256 over the low-bit weights alone, which fitting refinement anew leaves as they are; reads them all."""
+        digest = TensorDigest()
+        for name in self._tensors():
+            if not name.endswith(".refinement_scales"):
+                digest.add(name, self._tensor(name))
+        return digest.hexdigest()
+
     def _tensors(self) -> dict[str, TensorShape]:
         return resident_tensors(self.config, self.manifest.bits, self.manifest.group, self.sets)
 

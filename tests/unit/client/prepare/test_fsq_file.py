@@ -13,7 +13,9 @@ import torch
 from strataflux.client.errors import InputError
 from strataflux.client.prepare.fsq import FsqSettings, convert
 from strataflux.client.prepare.fsq_file import FsqAbout, load_codes, read_about, save_codes, weights_digest
-from strataflux.client.prepare.settings import PrepareSettings
+from strataflux.client.prepare.fsq_request import FsqRequest
+from strataflux.client.prepare.refit import refit
+from strataflux.client.prepare.settings import FitSettings, PrepareSettings
 from strataflux.client.prepare.write import prepare
 
 TOKENS = torch.randint(0, 258, (24, 60), generator=torch.Generator().manual_seed(0))
@@ -45,11 +47,20 @@ def test_what_is_read_is_what_was_converted(tiny_source: Any, saved: Path, about
     assert [path.name for path in saved.parent.iterdir()] == ["8x.safetensors"]
 
 
-def test_codes_of_another_model_are_refused(tiny_source: Any, saved: Path, tmp_path: Path) -> None:
+def test_codes_of_another_model_are_refused(tiny_source: Any, saved: Path) -> None:
     with pytest.raises(InputError, match=r"weights 555555555555….*weights [0-9a-f]{12}…, the model's"):
         load_codes(saved, tiny_source.config, weights_digest(tiny_source))
-    prepared = prepare(tiny_source, tmp_path / "prepared", PrepareSettings())
-    assert weights_digest(prepared) == prepared.manifest.identity["base_weights_sha256"]
+
+
+def test_codes_come_along_when_refinement_is_fitted_anew(tiny_source: Any, tmp_path: Path) -> None:
+    request = FsqRequest("8x", FsqSettings(16, 0, "clamp"))
+    settings = PrepareSettings(k=8, fit=FitSettings(1.0), tokens=TOKENS, codes=(request,))
+    prepared = prepare(tiny_source, tmp_path / "prepared", settings)
+    before = prepared.manifest.identity["base_weights_sha256"], weights_digest(prepared)
+    again = refit(prepared, tiny_source, 64)
+    assert again.manifest.identity["base_weights_sha256"] != before[0]
+    assert weights_digest(again) == before[1]
+    assert load_codes(again.codes["8x"], again.config, weights_digest(again)).about.weights == "base"
 
 
 def test_every_tensor_counts_in_a_models_digest(tiny_source: Any) -> None:
