@@ -32,6 +32,7 @@ from gpu_timing import Rows, relative_error
 from strataflux.client.bench.replays import microseconds
 from strataflux.kernels.fsq import FsqGrid
 from strataflux.kernels.gpu.fsq_attend import (
+    MOST_SHARED,
     FsqPlan,
     compile_fsq,
     fsq_attend,
@@ -39,6 +40,7 @@ from strataflux.kernels.gpu.fsq_attend import (
     fsq_scores,
     mix_instance,
     scores_instance,
+    shared_bytes,
     teams_of,
 )
 from strataflux.kernels.gpu.fsq_attend_triton import FsqRows, fsq_attend_triton
@@ -85,10 +87,6 @@ class Layers:
         """Work memory for a plan."""
         return FsqWork(*self.shape, CUDA, score_splits=plan.score_splits, mix_splits=plan.mix_splits)
 
-    def how(self, plan: Plan) -> FsqPlan:
-        """What the first kernel does by a plan."""
-        return FsqPlan(plan.teams or teams_of(self.decoders[0]), not plan.unordered)
-
     def each(self, body: Callable[[Tensor, FsqDecoder], object]) -> float:
         """Microseconds a layer."""
         pairs = [(self.codes[i], self.decoders[i % len(self.decoders)]) for i in range(self.count)]
@@ -96,7 +94,7 @@ class Layers:
 
     def times(self, plan: Plan) -> dict[str, float]:
         """Of the whole, and of its three parts alone."""
-        work, how = self.work(plan), self.how(plan)
+        work, (how,) = self.work(plan), launched(self.decoders[0], [plan])
 
         def whole(codes: Tensor, decoder: FsqDecoder) -> None:
             fsq_attend(self.queries, codes, self.lengths, decoder, work, how)
@@ -110,6 +108,14 @@ class Layers:
         }
 
 
+def launched(decoder: FsqDecoder, plans: list[Plan]) -> list[FsqPlan]:
+    """What the first kernel does by those plans that fit."""
+    if shared_bytes(decoder, 1) > MOST_SHARED:
+        return []
+    found = [FsqPlan(plan.teams or teams_of(decoder), not plan.unordered) for plan in plans]
+    return [plan for plan in found if shared_bytes(decoder, plan.teams) <= MOST_SHARED]
+
+
 def bytes_of(ratio: float) -> int:
     """Bytes of a code at a ratio (fsq sizing: floor first)."""
     return int(FULL / ratio)
@@ -118,21 +124,18 @@ def bytes_of(ratio: float) -> int:
 # --- right ------------------------------------------------------------------------------------------------------------
 
 
-def build(rows: Rows, groups: tuple[int, ...]) -> None:
+def build(rows: Rows, groups: tuple[int, ...], plans: list[Plan]) -> None:
     """Compile what other sections run, many at a time."""
     names, cpu = set(), torch.device("cpu")
     for nbytes in {width // 2 for width in WIDTHS} | {bytes_of(ratio) for ratio in RATIOS}:
         heads = random_heads(FsqGrid.uniform(2 * nbytes, 16), 1, 128, True, cpu)
         for kind in KINDS:
-            for group in groups:
+            for group in {*groups, *GROUPS}:
+                tried = [Plan(), *(plans if group in groups else [])]
                 work = FsqWork(1, group, heads.grid, 1, cpu)
                 decoder = FsqDecoder(heads, 1, cpu, kind)
                 names.add(mix_instance(work))
-                try:
-                    most = teams_of(decoder)
-                except ValueError:
-                    continue
-                names |= {scores_instance(decoder, work, FsqPlan(most, ordered)) for ordered in (True, False)}
+                names |= {scores_instance(decoder, work, plan) for plan in launched(decoder, tried)}
     with ThreadPoolExecutor(15) as pool:
         list(pool.map(compile_fsq, sorted(names)))
     rows.add("build", "compiled", instances=len(names))
@@ -242,8 +245,8 @@ def _speed(
     best: dict[tuple[int, int, int], float],
 ) -> dict[str, Any]:  # fmt: skip
     layers = Layers(nbytes, kind, batch, tokens, group)
-    most = teams_of(layers.decoders[0])
-    tried = {plan: layers.times(plan) for plan in plans if (plan.teams or 1) <= most}
+    teams_of(layers.decoders[0])  # refuses what does not fit at all
+    tried = {plan: layers.times(plan) for plan in plans if launched(layers.decoders[0], [plan])}
     plan = min(tried, key=lambda p: tried[p]["whole"])
     took = tried[plan]
     work, flops = layers.work(plan), 2 * 2 * nbytes * KV_HEADS * 128 * batch * tokens
@@ -252,7 +255,7 @@ def _speed(
         "times_sdpa": best.get((batch, tokens, group), 0.0) / took["whole"],
         "rebuild_teraflops": flops / took["scores"] / 1e6,
         "code_terabytes_per_second": nbytes * batch * tokens / took["whole"] / 1e6,
-        "ran": [scores_instance(layers.decoders[0], work, layers.how(plan)), mix_instance(work)],
+        "ran": [scores_instance(layers.decoders[0], work, *launched(layers.decoders[0], [plan])), mix_instance(work)],
         "plans": {str(tuple(p)): {k: round(v, 1) for k, v in t.items()} for p, t in tried.items()},
     }  # fmt: skip
 
@@ -328,7 +331,7 @@ def main() -> None:
     best: dict[tuple[int, int, int], float] = {}
     sections: dict[str, Callable[[], None]] = {
         "environment": lambda: environment(rows),
-        "build": lambda: build(rows, tuple(sorted({*groups, *GROUPS}))),
+        "build": lambda: build(rows, groups, plans),
         "correct": lambda: correct(rows),
         "splits": lambda: splits(rows),
         "baseline": lambda: baselines(rows, best, groups),

@@ -26,6 +26,7 @@ from strataflux.kernels.gpu.fsq_work import FsqWork
 from strataflux.kernels.gpu.kv_work import check_heads
 
 __all__ = [
+    "MOST_SHARED",
     "FsqPlan",
     "compile_fsq",
     "fsq_attend",
@@ -39,7 +40,8 @@ __all__ = [
 ]
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
-_MOST_SHARED: Final = 232448
+MOST_SHARED: Final = 232448
+"""Bytes that a block of threads may have on these GPUs."""
 _MOST_TEAMS: Final = 3
 
 
@@ -71,11 +73,11 @@ def teams_of(decoder: FsqDecoder) -> int:
         ValueError: not even one.
     """
     for teams in range(_MOST_TEAMS, 0, -1):
-        if shared_bytes(decoder, teams) <= _MOST_SHARED:
+        if shared_bytes(decoder, teams) <= MOST_SHARED:
             return teams
     raise ValueError(
         f"codes of {decoder.heads.grid.width} coordinates take {shared_bytes(decoder, 1)} bytes of shared memory as "
-        f"{decoder.kind}, {_MOST_SHARED} are there; int8 and fp8 take half as much"
+        f"{decoder.kind}, {MOST_SHARED} are there; int8 and fp8 take half as much"
     )
 
 
