@@ -65,11 +65,13 @@ def run_eval_tasks(output: Output, command: MethodCommand, asked: TaskCommand) -
         found = open_evaluated(command.model, str(spec), command.reference, command.device)
         problems, chat = _drawn(found, asked, names, words)
     method = fitted_method(command, spec, found, found.tokenizer.encode(words).ids)
+    # Asked now, because a method that cannot take prompts of this size says so here, and not after all exact answers.
+    size = method.nbytes(asked.tokens, 0)
     exact = make_method(parse_method("exact"), Making(found.weights))
     with progress("answering prompts", len(problems) * (1 + (method.name != "exact"))) as advance:
         before = _answers(found, exact, problems, command.device, advance)
         after = before if method.name == "exact" else _answers(found, method, problems, command.device, advance)
-    _show(output, asked, found, method, (before, after), chat)
+    _show(output, asked, (found, method, size), (before, after), chat)
 
 
 def _drawn(found: Evaluated, asked: TaskCommand, names: list[str], words: str) -> "tuple[list[Asked], bool]":
@@ -120,13 +122,12 @@ def _answers(
 def _show(
     output: Output,
     asked: TaskCommand,
-    found: Evaluated,
-    method: "KvMethod",
+    made: "tuple[Evaluated, KvMethod, int]",
     answers: "tuple[Retrieved, Retrieved]",
     chat: bool,
 ) -> None:
-    before, after = answers
-    a_token = float(method.bytes_a_token(found.weights.config, asked.tokens, 0))
+    (found, method, size), (before, after) = made, answers
+    a_token = size / (found.weights.config.layers * asked.tokens)
     output.print(f"{'':16}{'exact':>8}{method.name:>18}")
     for name, score in before.scores.items():
         output.print(f"{name:16}{score:8.3f}{after.scores[name]:18.3f}")
@@ -137,7 +138,7 @@ def _show(
             "kv": {
                 "method": method.name,
                 "bytes_a_token_and_layer": a_token,
-                "bytes": method.nbytes(asked.tokens, 0),
+                "bytes": size,
                 "facts": method.facts,
                 "prepared": found.codes is not None,
             },

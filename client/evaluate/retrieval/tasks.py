@@ -115,7 +115,7 @@ class _Fitter:
         if (needed := len(made(task.least)[1])) > room:
             found = f"{self._tokens} tokens, {room} of them beside the template"
             raise MisuseError("--task-tokens", found, f"at least {needed} for {name}", "ask for more")
-        fits, beyond = task.least, 2 * task.least
+        fits, beyond = task.least, min(2 * task.least, task.most + 1)
         while beyond <= task.most and len(made(beyond)[1]) <= room:
             fits, beyond = beyond, min(2 * beyond, task.most + 1)
         while beyond - fits > 1:

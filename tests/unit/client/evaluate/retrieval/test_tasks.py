@@ -3,8 +3,9 @@
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer
 
 from strataflux.client.errors import MisuseError
 from strataflux.client.evaluate.retrieval.answering import PEOPLE
-from strataflux.client.evaluate.retrieval.problem import NOISE, Haystack, Problem, hide, listed
+from strataflux.client.evaluate.retrieval.problem import NOISE, Haystack, Problem, Task, hide, listed
 from strataflux.client.evaluate.retrieval.tasks import TASKS, Asked, Wrapping, draw_problems, parse_tasks
 from strataflux.client.evaluate.retrieval.words import KEYS, keys, uuids
 from strataflux.client.evaluate.text import python_prose
@@ -128,13 +129,15 @@ def _bytes() -> Tokenizer:
     return made
 
 
-def test_words_that_run_out_leave_noise(tokenizer: Tokenizer, prose: Haystack) -> None:
+def test_words_that_run_out_leave_noise(tokenizer: Tokenizer, prose: Haystack, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (TASKS["niah_multikey_2"].most, TASKS["qa_1"].most) == (KEYS, PEOPLE)
-    (drawn,) = problems(tokenizer, prose, ["qa_1"], tokens=400_000, count=1)
+    assert len(TASKS["qa_1"].build(Random(0), PEOPLE, prose).text) > 20 * PEOPLE
+    monkeypatch.setitem(cast(dict[str, Task], TASKS), "qa_1", replace(TASKS["qa_1"], most=6))
+    (drawn,) = problems(tokenizer, prose, ["qa_1"], count=1)
     text = tokenizer.decode(list(drawn.tokens))
-    assert len(drawn.tokens) == 400_000
-    assert f"Document {PEOPLE}:" in text
-    assert f"Document {PEOPLE + 1}:" not in text
+    assert len(drawn.tokens) == 3000
+    assert "Document 6:" in text
+    assert "Document 7:" not in text
 
 
 def test_too_few_tokens_are_refused(tokenizer: Tokenizer, prose: Haystack) -> None:
