@@ -59,7 +59,7 @@ def main() -> None:
         {"row": "reference", "ppl": join_scores([r.score for r in references]).perplexity, "calibration": given.numel()}
     )
     for ratio, levels, bound in VARIANTS:
-        if options.ratios and ratio not in options.ratios:
+        if ratio not in (options.ratios or [ratio]) or levels not in (options.levels or [levels]):
             continue
         settings = FsqSettings(code_bytes(source.config, ratio), levels, bound)
         measure(source, weights, given, references, settings, {"ratio": ratio})
@@ -81,6 +81,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--tiers", action="store_true", help="8 × by direction in two tiers, too")
     parser.add_argument("--ratios", type=lambda text: [float(part) for part in text.split(",")])
+    parser.add_argument("--levels", type=lambda text: [int(part) for part in text.split(",")], help="0: by direction")
     return parser.parse_args()
 
 
