@@ -1,8 +1,8 @@
 """Reading ahead: what nobody missed, behind what was. The reader thread only.
 
-In this order, each into free slots only: what clients prefetch, while no miss waits and a quarter of the windows stays
-for those that come; stores that are wanted whole; records that were resident before the daemon was started again. The
-latter two take half of the windows at most.
+In this order, each into free slots only: what clients prefetch, in windows that no miss could use, a quarter of which
+stays for those that come; stores that are wanted whole; records that were resident before the daemon was started again.
+The latter two take half of the windows at most.
 """
 
 from typing import Any
@@ -30,7 +30,8 @@ _WARM_A_SWEEP = 64
 def read_ahead(c: Core, e: Any) -> int:
     """Start reads for what is wanted before anybody misses it; returns how many records."""
     started = 0
-    if c.rd[0].prefetches and c.rd[0].queued == 0:
+    # Misses had their turn in this sweep: whatever of them is queued and left windows free waits for a slot.
+    if c.rd[0].prefetches:
         started += _start_prefetches(c, e)
     started += _start_preload(c, e)
     return started + _start_warm(c, e)

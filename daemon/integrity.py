@@ -8,7 +8,7 @@ from strataflux.cache_policy import budget
 from strataflux.cache_policy.base import wide
 from strataflux.daemon import replacement
 from strataflux.daemon.slots import pending_of, slot_number
-from strataflux.daemon.state import FILLING, FREE, NONE, RETIRED, VALID, Core
+from strataflux.daemon.state import FILLING, FREE, NONE, PREFETCHED, RETIRED, USED, VALID, Core
 from strataflux.proto import layout
 from strataflux.proto.atomics import load_u32
 from strataflux.proto.compiled import borrowing, compiled
@@ -16,16 +16,18 @@ from strataflux.proto.compiled import borrowing, compiled
 __all__ = ["check_integrity"]
 
 _UNITS = layout.UNITS_PER_PAGE
+_UNSEEN = RETIRED + 1  # beside the counts of slots by state
 
 
 @compiled
 def check_integrity(c: Core) -> int:
     """0, or the code of the first broken invariant of the module: 1 page counts, 2 a free list, 3 a directory or
-    pending entry, 4 a class's counters, 5 an entry that names no VALID slot, 6 a victim of the policy that is none,
-    10 + code the budget, 20 + code a policy. Costs a walk of everything.
+    pending entry, 4 a class's counters, 5 an entry that names no VALID slot, 6 a victim of the policy that is none, 7
+    the count of prefetched records not used yet, 10 + code the budget, 20 + code a policy. Costs a walk of everything.
     """
+    unseen = 0
     for cls in range(c.rd[0].n_classes):
-        found = np.zeros(5, np.int64)
+        found = np.zeros(_UNSEEN + 1, np.int64)
         for page in range(c.rd[0].range_pages):
             if c.pages.pages[page].state >= budget.OWNED and c.pages.pages[page].owner == cls:
                 code = _check_page(c, page, cls, found)
@@ -44,6 +46,9 @@ def check_integrity(c: Core) -> int:
         victim = replacement.entry_at(c, group.kind, replacement.candidate(c.policies[group.kind], cls))
         if (victim < 0) != (found[VALID] == 0) or (victim >= 0 and c.slots[victim].state != VALID):
             return 6
+        unseen += found[_UNSEEN]
+    if unseen != c.rd[0].unseen:
+        return 7
     for table in range(c.rd[0].n_tables):
         if _named(c, table) != c.tables[table].resident:
             return 5
@@ -73,6 +78,7 @@ def _check_page(c: Core, page: int, cls: int, found: Any) -> int:
     for entry in range(page * _UNITS, page * _UNITS + _UNITS // c.classes[cls].units):
         slot = c.slots[entry]
         found[slot.state] += 1
+        found[_UNSEEN] += slot.state == VALID and slot.marks & (USED | PREFETCHED) == PREFETCHED
         used += slot.state > FREE
         if slot.state == VALID or slot.state == FILLING:
             named = load_u32(c.tables[slot.table].directory + 4 * wide(slot.oid))

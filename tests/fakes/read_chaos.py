@@ -37,9 +37,9 @@ _COUNTERS: Final = ("reads", "timed", "corrupt", "short_reads", "io_errors", "fa
 class ReadChaos:
     """Pairs: construction / ``close``. ``run`` may be called again."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, policy: str = "lru") -> None:
         self.random = np.random.default_rng(seed)
-        self.rig = Rig([make_store(folder, [(RECORDS, BYTES)])], pages=PAGES, depth=DEPTH)
+        self.rig = Rig([make_store(folder, [(RECORDS, BYTES)])], pages=PAGES, depth=DEPTH, policy=policy)
         self.rig.pretend_direct(alignment=UNIT)
         self.disk = Disk(self.rig)
         self.disk.worker.script = lambda job: self._decided.pop(job.window)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from strataflux.cache_policy.policies import DEFAULT
 from tests.fakes import read_chaos, write_chaos
 from tests.fakes.board_worker import RIGHT, Job
 from tests.fakes.held_jobs import LATE, OVERTAKEN, HeldJobs
@@ -15,9 +16,9 @@ READ_FAULTS = 20_000
 WRITE_FAULTS = 2_000
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_faults_of_reads(tmp_path: Path, seed: int) -> None:
-    chaos = ReadChaos(tmp_path / "store", seed)
+@pytest.mark.parametrize(("seed", "policy"), [(1, "lru"), (2, DEFAULT)])
+def test_random_faults_of_reads(tmp_path: Path, seed: int, policy: str) -> None:
+    chaos = ReadChaos(tmp_path / "store", seed, policy)
     chaos.run(READ_FAULTS)
     assert [check for check in chaos.checks() if not check.right] == []
     assert all(chaos.ledger.given[kind] > 0 for kind in read_chaos.FAULTS)

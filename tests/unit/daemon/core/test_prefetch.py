@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from strataflux.cache_policy.policies import DEFAULT
 from strataflux.daemon import evict, requests, slots
 from strataflux.daemon.folding import CounterFold, read_stats
 from strataflux.daemon.state import PENDING_NONE, PREFETCHES
@@ -210,3 +212,34 @@ def test_a_bad_read_is_left_to_who_misses_the_record(disk: Disk) -> None:
     disk.client.ask([4])
     disk.settle()
     assert disk.rig.entry(4) == layout.ENTRY_QUARANTINED
+
+
+@pytest.mark.parametrize("policy", sorted({"lru", DEFAULT}))
+def test_misses_and_guesses_mixed(tmp_path: Path, policy: str) -> None:
+    """Every prefetch has one result, bytes are right, and what is told of use adds up to what was filled."""
+    random = np.random.default_rng(8)
+    disk = Disk(Rig([make_store(tmp_path / "store", [(RECORDS, BYTES)])], pages=1, policy=policy))
+    rig, other = disk.rig, Client(disk.rig.tier)
+    for turn in range(400):
+        guesses = random.integers(0, RECORDS // 4, 30).tolist()
+        (disk.client if turn % 3 else other).push(*ahead(*guesses))
+        if turn % 3 == 0:
+            disk.settle()
+        wanted = [*guesses[:: 1 + turn % 4], *random.integers(0, RECORDS, 5).tolist()]
+        for oid, found in zip(wanted, disk.client.read(wanted), strict=True):
+            assert found in (None, rig.record(oid))
+        rig.core.rd[0]["tick_us"] = 0
+        rig.sweep(1 + turn % 3)
+        if turn % 2:
+            disk.worker.work()
+        if turn % 50 == 0:
+            rig.intact()
+    disk.settle()
+    row, told = rig.core.kinds[0], [advice(client) for client in (disk.client, other)]
+    assert row["fills_prefetch"] == sum(each["fills"] for each in told) > 500
+    assert row["prefetch_dropped"] == sum(each["dropped"] for each in told)
+    assert row["prefetch_used"] == sum(each["used"] for each in told) > 100
+    assert row["prefetch_used"] + row["prefetch_unused"] + rig.rd["unseen"] == row["fills_prefetch"]
+    void = row["prefetch_asked"] - row["prefetch_needless"] - row["prefetch_dropped"] - row["fills_prefetch"]
+    assert 0 <= void <= row["cold"] + row["evicted_again"]  # a miss took its place
+    rig.close()
