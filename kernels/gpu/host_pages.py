@@ -54,7 +54,7 @@ class HostPages:
         except CudaError:
             self.close()
             raise
-        self.view = (ctypes.c_uint8 * size).from_address(self.address)
+        self.view = memoryview((ctypes.c_uint8 * size).from_address(self.address)).cast("B")
 
     def close(self) -> None:
         """Give the memory back; no kernel may be under way that reads it. Idempotent."""
