@@ -6,7 +6,7 @@ change tables and bases.
 
     cell               content
     ENABLED            0: every look-up misses and requests nothing (the session was fenced)
-    STEP, CLOCK        number of the current or last step; daemon clock copied at its begin
+    STEP, CLOCK        number of the current or last step; daemon clock copied at its begin, or later in it
     DAEMON_PAGE, VIEW, PAGE    addresses of the three pages
     RING, RING_LOG2    address and size of the request ring's cells
     TAIL, LIMIT, DROPPED       the producer's private state (proto/ring.py)
@@ -88,6 +88,7 @@ __all__ = [
     "announce_put",
     "announce_wait",
     "begin_step",
+    "copy_clock",
     "end_step",
     "end_wait",
     "fills_address",
@@ -216,10 +217,18 @@ def set_bases(block: Block, segments: Sequence[Mapped]) -> None:
 
 
 @compiled
-def begin_step(block: Block) -> bool:
-    """Enter a step; True if the daemon sleeps and its doorbell must be rung."""
+def copy_clock(block: Block) -> None:
+    """Stamp from now on with the daemon's clock as it is. A record that was filled within a long step and used in it
+    would else bear an older stamp than its fill, and seem unused.
+    """
     # SYNC: clock (read). Relaxed: a stamp that is a tick old is as good.
     block[CLOCK] = np.uint64(load_u32(block[DAEMON_PAGE] + np.uint64(_CLOCK_AT)))
+
+
+@compiled
+def begin_step(block: Block) -> bool:
+    """Enter a step; True if the daemon sleeps and its doorbell must be rung."""
+    copy_clock(block)
     ring.begin_produce(block[TAIL : TAIL + 3], block[VIEW] + np.uint64(_HEAD_AT), block[RING_LOG2])
     step = (block[STEP] + np.uint64(1)) & _STEP_MASK
     block[STEP] = step

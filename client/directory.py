@@ -97,6 +97,7 @@ def look_up(
     misses = oids.size
     if block[ab.ENABLED] != _ZERO:
         missed = np.empty(oids.size, np.uint64)
+        ab.copy_clock(block)
         misses = _find(block, block[ab.TABLES + ab.TABLE_CELLS * table], oids, addresses, missed)
         _request(block, table, oids, scores, missed[:misses])
     else:

@@ -205,6 +205,8 @@ class Session:
         asked = self._prefetches.ask(self._block, table, oids, scores, most)
         if asked < 0:
             directory.raise_fault(asked, self._block, table, oids)
+        if asked:  # within steps the daemon naps for longer than a read may take
+            self._attachment.ring_doorbell()
         return asked
 
     def absent(self, table: int, oids: NDArray[np.int64]) -> int:

@@ -1,6 +1,6 @@
 """Evaluate a prepared model over windows of a text, through a daemon that serves its store."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ def evaluate(
     miss: MissPolicy,
     on_token: Callable[[], object],
     ahead: float = 0.0,
+    shift: Mapping[str, float] | None = None,
 ) -> Evaluation:
     """Score every window with the reference, the base, and refined; each window is a sequence of its own.
 
@@ -49,6 +50,7 @@ def evaluate(
         miss: what to do about absent records.
         on_token: called after each refined token.
         ahead: how many blocks before a layer what it will probably select is asked for; 0 for never.
+        shift: blocks of fetch lead or lag of each projection set; None takes the prepared model's.
 
     Raises:
         MisuseError: the reference is of other dimensions than the prepared model.
@@ -60,7 +62,7 @@ def evaluate(
     scores: dict[str, list[Score]] = {"reference": [], "base": [], "refined": []}
     context = max(len(window) for window in windows)
     attached = RefinedModel.attach(
-        prepared, weights, context=context, runtime_dir=runtime_dir, k=k, miss=miss, ahead=ahead
+        prepared, weights, context=context, runtime_dir=runtime_dir, k=k, miss=miss, ahead=ahead, shift=shift
     )
     with attached as model, Control(runtime_dir) as control:
         before = control.stats().reads.bytes

@@ -13,6 +13,7 @@ from strataflux.proto import layout
 from strataflux.proto.store_format import StoreManifest
 from tests.fakes.daemon import FakeDaemon
 from tests.fakes.store import make_store
+from tests.fakes.watch import Watch
 
 OIDS = np.array([4, 1, 3, 2], np.int64)
 SCORES = np.array([9, 8, 7, 6], np.uint8)
@@ -72,18 +73,16 @@ def test_what_became_of_them_is_the_daemons_word(session: Session, daemon: FakeD
 
 
 def test_counts_go_on_over_attachments_and_the_end(tmp_path: Path, daemon: FakeDaemon, manifest: StoreManifest) -> None:
-    events: list[object] = []
+    watch = Watch()
     session = Session.attach(
-        [manifest], selections_per_step=64, runtime_dir=tmp_path, on_event=events.append, pause=lambda _: None
+        [manifest], selections_per_step=64, runtime_dir=tmp_path, on_event=watch.tell, pause=watch.pause
     )
     with session.step():
         session.prefetch(0, OIDS, SCORES, 4)
         daemon.count_prefetches(0, {"fills": (3, 0)})
     daemon.hang_up()
-    while session.state == "attached":
-        pass
-    while session.state != "attached":
-        pass
+    watch.let_go()
+    watch.until("attached")
     with session.step():
         session.prefetch(0, OIDS, SCORES, 1)
         daemon.count_prefetches(0, {"fills": (1, 0)})
@@ -99,6 +98,14 @@ def test_what_cannot_be_asked_for_is_refused(session: Session) -> None:
             session.prefetch(0, np.array([2000]), SCORES[:1], 1)
         with pytest.raises(MisuseError, match="different lengths"):
             session.prefetch(0, OIDS, SCORES[:1], 1)
+
+
+def test_a_daemon_that_naps_is_woken(session: Session, daemon: FakeDaemon) -> None:
+    with session.step():
+        before = daemon.call(lambda: daemon.doorbells)
+        session.prefetch(0, OIDS, SCORES, 1)
+        while daemon.call(lambda: daemon.doorbells) == before:
+            pass
 
 
 def test_a_fenced_session_asks_for_nothing(session: Session, daemon: FakeDaemon) -> None:

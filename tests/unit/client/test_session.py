@@ -102,13 +102,13 @@ def test_a_miss_is_requested_and_then_hits(client: Client, daemon: FakeDaemon, m
     assert (stats.generation, stats.engine, stats.direct_io) == (1, "fake", "buffered")
 
 
-def test_a_hit_is_stamped_with_the_clock_of_the_steps_begin(client: Client, daemon: FakeDaemon) -> None:
+def test_a_hit_is_stamped_with_the_clock_of_its_look_up(client: Client, daemon: FakeDaemon) -> None:
     (first, second) = daemon.publish(0, 1, 2)
     daemon.set_clock(41)
     with client.session.step():
         daemon.set_clock(42)
         client.look(2)
-    assert daemon.stamp(0, second) == 41
+    assert daemon.stamp(0, second) == 42
     assert daemon.stamp(0, first) == 0
 
 
