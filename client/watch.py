@@ -90,6 +90,10 @@ class Rates:
     reads_per_second: float
     read_bytes_per_second: float
     read_seconds: float | None
+    prefetched_per_second: float
+    """Records read because clients expected to look them up."""
+    prefetches_useful: float | None
+    """Of those whose fate was settled in the interval, the part that was looked up."""
     in_flight: int
     queued: int
     read_errors: int
@@ -134,6 +138,8 @@ def _between(
         return max(0, after - before) / seconds
 
     fills, reads = new.fills.fills - old.fills.fills, new.reads.reads - old.reads.reads
+    used = sum(kind.prefetch_used for kind in new.kinds) - sum(kind.prefetch_used for kind in old.kinds)
+    unused = sum(kind.prefetch_unused for kind in new.kinds) - sum(kind.prefetch_unused for kind in old.kinds)
     return Rates(
         seconds=seconds,
         lookups={
@@ -154,6 +160,8 @@ def _between(
         reads_per_second=rate(new.reads.reads, old.reads.reads),
         read_bytes_per_second=rate(new.reads.bytes, old.reads.bytes),
         read_seconds=_mean(new.reads.microseconds - old.reads.microseconds, reads),
+        prefetched_per_second=rate(new.fills.prefetched, old.fills.prefetched),
+        prefetches_useful=used / (used + unused) if used + unused > 0 else None,
         in_flight=new.reads.in_flight,
         queued=new.reads.queued,
         read_errors=new.reads.errors,

@@ -45,6 +45,11 @@ def status(runtime_dir: RuntimeDirOption = None, as_json: JsonOption = False) ->
     asked, hits = lookups.weight_lookups + lookups.kv_lookups, lookups.weight_hits + lookups.kv_hits
     output.print(f"  look-ups: {asked:,}, of them hits {_share(hits, asked)}")
     output.print(f"  fills: {fills.fills:,} in {_mean(fills.latency_us, fills.fills)}, evictions {fills.evictions:,}")
+    if fills.prefetched:
+        used, unused = (sum(getattr(k, f"prefetch_{fate}") for k in stats.kinds) for fate in ("used", "unused"))
+        output.print(
+            f"  read ahead: {fills.prefetched:,}, of those that were settled used {_share(used, used + unused)}"
+        )
     output.print(f"  reads: {stats.reads.reads:,} in {_mean(stats.reads.microseconds, stats.reads.reads)}")
     output.result({"info": _plain(info), "stats": _plain(stats)})
 

@@ -169,6 +169,9 @@ def _work(now: "Rates") -> Table:
     table.add_row(
         "fills", f"{_count(now.fills_per_second)}/s", fills, f"evicted {_count(now.evictions_per_second)}/s", dropped
     )
+    if now.prefetched_per_second:
+        useful = f"{_percent(now.prefetches_useful)} used" if now.prefetches_useful is not None else ""
+        table.add_row("ahead", f"{_count(now.prefetched_per_second)}/s", useful, "", "")
     flow = f"{_count(now.read_bytes_per_second / 1e6)} MB/s"
     queue = f"{now.in_flight:,} in flight, {now.queued:,} queued"
     table.add_row("disk", f"{_count(now.reads_per_second)} reads/s", reads, flow, queue)

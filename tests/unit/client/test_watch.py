@@ -15,7 +15,13 @@ def moment(at: float, scale: int, generation: int = 1, **changes: int) -> Moment
         lookups=control_pb2.LookupStats(
             weight_lookups=changes.get("lookups", 100 * scale), weight_hits=75 * scale, kv_lookups=0, kv_hits=0
         ),
-        fills=control_pb2.FillStats(fills=20 * scale, latency_us=8000 * scale, evictions=10 * scale),
+        fills=control_pb2.FillStats(
+            fills=20 * scale, latency_us=8000 * scale, evictions=10 * scale, prefetched=8 * scale
+        ),
+        kinds=[
+            control_pb2.KindStats(kind=kind, prefetch_used=3 * scale, prefetch_unused=scale)
+            for kind in ("weight", "kv")
+        ],
         reads=control_pb2.ReadStats(
             reads=16 * scale, bytes=65536 * scale, microseconds=3200 * scale, in_flight=3, queued=2, errors=1
         ),
@@ -40,6 +46,7 @@ def test_rates_are_differences_by_seconds() -> None:
     assert (found.fills_per_second, found.fill_seconds, found.evictions_per_second) == (10.0, 400e-6, 5.0)
     assert (found.reads_per_second, found.read_bytes_per_second, found.read_seconds) == (8.0, 32768.0, 200e-6)
     assert (found.dropped_per_second, found.in_flight, found.queued, found.read_errors) == (3.0, 3, 2, 1)
+    assert (found.prefetched_per_second, found.prefetches_useful) == (4.0, 0.75)
     (session,) = found.sessions
     assert (session.session, session.client, session.pid, session.uid) == ("ff", "decoder", 7, 8)
     assert found.steps_per_second == session.steps_per_second == 6.0
@@ -57,6 +64,7 @@ def test_without_an_earlier_moment_of_this_daemon_they_are_since_it_started(befo
 def test_nothing_happened() -> None:
     found = rates(moment(11.0, 1), moment(10.0, 1))
     assert (found.fill_seconds, found.read_seconds, found.lookups["weight"].hit_rate) == (None, None, None)
+    assert found.prefetches_useful is None
     assert found.steps_per_second == 0
 
 
