@@ -42,11 +42,13 @@ check: setup  ## Lint, format, types, version, generated code, and systemd units
 	        { echo "proto/$${made##*/} is not what control.proto gives: run make proto" >&2; exit 1; }; \
 	done
 
-bench: setup  ## Measure look-ups and fills; results go to bench/results/
+bench: setup  ## Measure look-ups and fills, and race what one would use instead; results go to bench/results/
 	@mkdir -p bench/results
+	$(PYTHON) -m pip install --disable-pip-version-check -q -e '.[race]' -c constraints.txt
 	.venv/bin/strataflux bench lookup --json > bench/results/lookup.json
 	.venv/bin/strataflux bench fill --json > bench/results/fill.json
 	@cat bench/results/lookup.json bench/results/fill.json
+	$(PYTHON) bench/serve --out bench/results/serve.json --plot bench/results/serve.png
 
 soak: setup  ## Kill -9 200 daemons and 1,000 clients, half an hour at most; exit code 1 if anything was lost
 	$(PYTHON) bench/soak.py --daemons 200 --clients 1000 --out bench/results/soak.json
@@ -73,7 +75,8 @@ reference: setup  ## Write the reference pages of docs/ from commands, configura
 	$(PYTHON) docs/reference.py
 
 clean:  ## Remove caches and built files; .venv stays
-	rm -rf dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis bench/results/lookup.json bench/results/fill.json
+	rm -rf dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis bench/results/lookup.json bench/results/fill.json \
+	    bench/results/serve.json bench/results/serve.png
 	find daemon client proto kernels cache_policy tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A candidate must run, be new enough and be able to make a working environment: version-manager shims may exist without
