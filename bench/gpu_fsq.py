@@ -31,6 +31,7 @@ from gpu_timing import Rows, relative_error
 
 from strataflux.client.bench.replays import microseconds
 from strataflux.kernels.fsq import FsqGrid
+from strataflux.kernels.fsq_attention import FsqHeads
 from strataflux.kernels.gpu.fsq_attend import (
     MOST_SHARED,
     FsqPlan,
@@ -38,6 +39,7 @@ from strataflux.kernels.gpu.fsq_attend import (
     fsq_attend,
     fsq_mix,
     fsq_scores,
+    join_instance,
     mix_instance,
     scores_instance,
     shared_bytes,
@@ -76,7 +78,7 @@ class Layers:
         heads = [
             random_heads(grid, KV_HEADS, 128, True, torch.device("cpu"), seed) for seed in range(min(4, self.count))
         ]
-        self.decoders = [FsqDecoder(one, blocks, CUDA, kind) for one in heads]
+        self.decoders = [prepared(one, blocks, kind) for one in heads]
         self.codes = torch.randint(256, (self.count, batch, blocks, 64 * nbytes), dtype=torch.uint8, device=CUDA)
         self.lengths = torch.full((batch,), tokens, dtype=torch.int32, device=CUDA)
         self.queries = torch.randn(batch, KV_HEADS * group, 128, device=CUDA).half()
@@ -85,7 +87,8 @@ class Layers:
 
     def work(self, plan: Plan) -> FsqWork:
         """Work memory for a plan."""
-        return FsqWork(*self.shape, CUDA, score_splits=plan.score_splits, mix_splits=plan.mix_splits)
+        shares, (scores, mix) = self.decoders[0].shares, plan[2:]
+        return FsqWork(*self.shape, CUDA, shares=shares, score_splits=scores, mix_splits=mix)
 
     def each(self, body: Callable[[Tensor, FsqDecoder], object]) -> float:
         """Microseconds a layer."""
@@ -106,6 +109,12 @@ class Layers:
             "mix": self.each(lambda codes, _: fsq_mix(codes, self.lengths, work)),
             "merge": self.each(lambda _, d: fsq_merge(work, d.values, self.out)),
         }
+
+
+def prepared(heads: FsqHeads, blocks: int, kind: RebuildKind, device: torch.device = CUDA) -> FsqDecoder:
+    """In one share where that fits, else in two."""
+    decoder = FsqDecoder(heads, blocks, device, kind)
+    return decoder if shared_bytes(decoder, 1) <= MOST_SHARED else FsqDecoder(heads, blocks, device, kind, shares=2)
 
 
 def launched(decoder: FsqDecoder, plans: list[Plan]) -> list[FsqPlan]:
@@ -132,8 +141,9 @@ def build(rows: Rows, groups: tuple[int, ...], plans: list[Plan]) -> None:
         for kind in KINDS:
             for group in {*groups, *GROUPS}:
                 tried = [Plan(), *(plans if group in groups else [])]
-                work = FsqWork(1, group, heads.grid, 1, cpu)
-                decoder = FsqDecoder(heads, 1, cpu, kind)
+                decoder = prepared(heads, 1, kind, cpu)
+                work = FsqWork(1, group, heads.grid, 1, cpu, shares=decoder.shares)
+                names.add(join_instance(decoder, work))
                 names.add(mix_instance(work))
                 names |= {scores_instance(decoder, work, plan) for plan in launched(decoder, tried)}
     with ThreadPoolExecutor(15) as pool:
@@ -150,8 +160,11 @@ def correct(rows: Rows) -> None:
             try:
                 for group in GROUPS:
                     case = make_fsq_case(FsqGrid.uniform(width, 16), LENGTHS, KV_HEADS, group, 128, True, CUDA)
-                    decoder = FsqDecoder(case.heads, case.codes.shape[1], CUDA, kind)
-                    work = FsqWork(len(LENGTHS), KV_HEADS * group, case.heads.grid, case.codes.shape[1], CUDA)
+                    decoder, sizes = (
+                        prepared(case.heads, case.codes.shape[1], kind),
+                        (case.heads.grid, case.codes.shape[1]),
+                    )
+                    work = FsqWork(len(LENGTHS), KV_HEADS * group, *sizes, CUDA, shares=decoder.shares)
                     outs = [torch.full(case.queries.shape, torch.nan, device=CUDA) for _ in range(3)]
                     for out in outs:
                         fsq_attend(case.queries, case.codes, case.lengths, decoder, work)

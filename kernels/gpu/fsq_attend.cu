@@ -41,11 +41,11 @@ __device__ __forceinline__ u32 shared_word(const u8* block, int chunk, int token
   return __funnelshift_r(words[0], words[1], 8 * (at % 4)) & mask;
 }
 
-template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, bool NORM>
+template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, bool NORM, int SHARES>
 struct Scores {
   typedef typename Sum<KIND>::Type Value;
   static const int CHUNKS = (BYTES + 15) / 16, STEPS_A_CHUNK = KIND == HALF ? 2 : 1, STEPS = CHUNKS * STEPS_A_CHUNK;
-  static const int STEP_BYTES = D * 32, IMAGE = STEPS * STEP_BYTES, BLOCK = 64 * BYTES, PAIRS = D / 16;
+  static const int N = D / SHARES, STEP_BYTES = N * 32, IMAGE = STEPS * STEP_BYTES, BLOCK = 64 * BYTES, PAIRS = N / 16;
   static const int TURN = 2 * D, AT_CODES = IMAGE, AT_TURNS = AT_CODES + TEAMS * BLOCK, AT_AFFINE = AT_TURNS + TEAMS * 2 * TURN;
   static const int QUERY = D / 2 + 4;  // words of a head's query: so far apart that eight rows never meet in a bank
   static const int AT_GAMMA = AT_AFFINE + 8 * D, AT_QUERIES = AT_GAMMA + 2 * D, AT_BARRIERS = AT_QUERIES + 8 * 4 * QUERY;
@@ -83,11 +83,11 @@ struct Scores {
   // Rows of a block of codes times the decoder: while four steps run, the next four are unpacked.
   // The next team's products start when the last of these are queued.
   static __device__ __forceinline__ void rebuild(
-      Value (&acc)[D / 2], const u8* codes, const u8* image, int token, int c, int next) {
+      Value (&acc)[N / 2], const u8* codes, const u8* image, int token, int c, int next) {
     u32 a[2][4][4];
-    const u64 start = tile_at<D>(image);
+    const u64 start = tile_at<N>(image);
 #pragma unroll
-    for (int i = 0; i < D / 2; i++) acc[i] = KIND == INT8 ? (Value)MAGIC_BITS : (Value)0;
+    for (int i = 0; i < N / 2; i++) acc[i] = KIND == INT8 ? (Value)MAGIC_BITS : (Value)0;
 #pragma unroll
     for (int first = 0; first < STEPS; first += 4) {
       const int count = STEPS - first < 4 ? STEPS - first : 4, turn = first / 4 % 2;
@@ -95,7 +95,7 @@ struct Scores {
       hold(acc);
       begin_products();
 #pragma unroll
-      for (int i = 0; i < count; i++) product<KIND, D>(acc, a[turn][i], step_of(start, (first + i) * STEP_BYTES));
+      for (int i = 0; i < count; i++) product<KIND, N>(acc, a[turn][i], step_of(start, (first + i) * STEP_BYTES));
       commit_products();
       if (first + 4 < STEPS) finish_products<1>();
     }
@@ -104,17 +104,18 @@ struct Scores {
     hold(acc);
   }
 
-  // Logits of this lane's two tokens: of heads 2c and 2c + 1 for the first, then for the second.
+  // Logits of this lane's two tokens: of heads 2c and 2c + 1 for the first, then for the second. Of a share of the
+  // channels only the sums, and of squares; `at` is where its words begin.
   static __device__ __forceinline__ void score(
-      float (&found)[4], const Value (&acc)[D / 2], const float4* affine, const u32* gamma, const uint2* turned,
-      const u32 (&cosine)[2][PAIRS], const u32 (&sine)[2][PAIRS], const u32* query, float2 scalar, int c) {
-    float squares[4] = {}, other[4] = {};
+      float (&found)[4], float (&squares)[4], const Value (&acc)[N / 2], const float4* affine, const u32* gamma, const uint2* turned,
+      const u32 (&cosine)[2][PAIRS], const u32 (&sine)[2][PAIRS], const u32* query, float2 scalar, int at) {
+    float other[4] = {};
 #pragma unroll
-    for (int i = 0; i < 4; i++) found[i] = 0;
+    for (int i = 0; i < 4; i++) found[i] = squares[i] = 0;
 #pragma unroll
     for (int j = 0; j < PAIRS; j++) {
-      const float4 first = affine[4 * j + c], second = affine[4 * (j + PAIRS) + c];
-      const uint2 turn = turned[4 * j + c];  // cosines and sines of two channels at the block's first position
+      const float4 first = affine[4 * j + at], second = affine[4 * j + at + D / 4];
+      const uint2 turn = turned[4 * j + at];  // cosines and sines of two channels at the block's first position
       u32 a[4], squared[4];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
@@ -125,12 +126,12 @@ struct Scores {
         u32 x = halves(x0, x1), y = halves(y0, y1);
         if (NORM) {
           squared[r] = multiply_halves(x, x), squared[r + 2] = multiply_halves(y, y);
-          x = multiply_halves(x, gamma[4 * j + c]), y = multiply_halves(y, gamma[4 * (j + PAIRS) + c]);
+          x = multiply_halves(x, gamma[4 * j + at]), y = multiply_halves(y, gamma[4 * j + at + D / 4]);
         }
         a[r] = fma_halves(x, cosine[r][j], minus_halves(multiply_halves(y, sine[r][j])));
         a[r + 2] = fma_halves(y, cosine[r][j], multiply_halves(x, sine[r][j]));
       }
-      const u32 p = query[4 * j + c], q = query[4 * (j + PAIRS) + c];
+      const u32 p = query[4 * j + at], q = query[4 * j + at + D / 4];
       const u32 b0 = fma_halves(p, turn.x, multiply_halves(q, turn.y));
       const u32 b1 = fma_halves(q, turn.x, minus_halves(multiply_halves(p, turn.y)));
       if (NORM) multiply(squares, squared, 0x3C003C00u, 0x3C003C00u);  // times ones: sums over all channels
@@ -138,26 +139,31 @@ struct Scores {
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float scale = NORM ? scalar.y * rsqrtf(squares[2 * r] * (1.0f / D) + scalar.x) : scalar.y;
+      const float norm = NORM ? rsqrtf(squares[2 * r] * (1.0f / D) + scalar.x) : 1.0f;
+      const float scale = SHARES == 1 ? scalar.y * norm : 1.0f;
       found[2 * r] = (found[2 * r] + other[2 * r]) * scale;
       found[2 * r + 1] = (found[2 * r + 1] + other[2 * r + 1]) * scale;
     }
   }
 };
 
-// Logits for powers of two, [batch, heads, blocks · 64]; those of tokens beyond a sequence's length mean nothing.
-template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, bool NORM, bool ORDERED>
+// Logits for powers of two, [batch, heads, blocks · 64]; those of tokens beyond a sequence's length mean nothing. In
+// shares of the channels: sums [batch, shares, heads, ...] for fsq_join, and in `squares` those of squares, at each KV
+// head's first.
+template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, bool NORM, bool ORDERED, int SHARES>
 __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
     const u8* codes, const u8* images, const float4* affine, const u32* gamma, const float2* scalars, const uint2* base,
-    const u32* inner, const u32* queries, const int* lengths, float* scores, int kv_heads, int splits, int blocks) {
-  typedef Scores<KIND, D, BYTES, GROUP, TEAMS, NORM> Of;
+    const u32* inner, const u32* queries, const int* lengths, float* scores, float* squares, int kv_heads,
+    int splits, int blocks) {
+  typedef Scores<KIND, D, BYTES, GROUP, TEAMS, NORM, SHARES> Of;
   const int PAIRS = Of::PAIRS;
 #ifdef HOST_EMULATION
   u8* shared = (u8*)block_memory;
 #else
   extern __shared__ __align__(128) u8 shared[];
 #endif
-  const int head = blockIdx.x % kv_heads, split = blockIdx.x / kv_heads % splits, sequence = blockIdx.x / kv_heads / splits;
+  const int image = blockIdx.x % (kv_heads * SHARES), head = image / SHARES, share = image % SHARES;
+  const int split = blockIdx.x / (kv_heads * SHARES) % splits, sequence = blockIdx.x / (kv_heads * SHARES) / splits;
   const int team = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   u64* barriers = (u64*)(shared + Of::AT_BARRIERS);
   u8* own = shared + Of::AT_CODES + team * Of::BLOCK;
@@ -182,18 +188,18 @@ __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
   if (threadIdx.x == 0) {
     expect_bytes(barriers + TEAMS, Of::IMAGE);
     for (int i = 0; i < Of::STEPS; i++)
-      copy_bytes(shared + i * Of::STEP_BYTES, images + (u64)head * Of::IMAGE + i * Of::STEP_BYTES, Of::STEP_BYTES, barriers + TEAMS);
+      copy_bytes(shared + i * Of::STEP_BYTES, images + (u64)image * Of::IMAGE + i * Of::STEP_BYTES, Of::STEP_BYTES, barriers + TEAMS);
   }
   if (threadIdx.x % 128 == 0 && first + team < last) Of::fetch(shared, team, 0, from, base, first + team);
 
-  const int token = 16 * warp + g;
+  const int token = 16 * warp + g, at = 4 * PAIRS * share + c;
   u32 cosine[2][PAIRS], sine[2][PAIRS];
 #pragma unroll
   for (int j = 0; j < PAIRS; j++) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      cosine[r][j] = inner[(token + 8 * r) * (D / 4) + 4 * j + c];
-      sine[r][j] = inner[(64 + token + 8 * r) * (D / 4) + 4 * j + c];
+      cosine[r][j] = inner[(token + 8 * r) * (D / 4) + 4 * j + at];
+      sine[r][j] = inner[(64 + token + 8 * r) * (D / 4) + 4 * j + at];
     }
   }
   const float2 scalar = scalars[head];
@@ -202,20 +208,40 @@ __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
   u32 parity = 0;
   for (int tile = first + team; tile < last; tile += TEAMS, parity ^= 1) {
     wait_for_bytes(barriers + team, parity);
-    typename Of::Value acc[D / 2];
+    typename Of::Value acc[Of::N / 2];
     if (ORDERED && tile > first) wait_for_turn(team);
     Of::rebuild(acc, own, shared, token, c, ORDERED && tile + 1 < last ? (team + 1) % TEAMS : -1);
     meet_group(team);  // all have read their codes
     if (threadIdx.x % 128 == 0 && tile + TEAMS < last) Of::fetch(shared, team, parity ^ 1, from, base, tile + TEAMS);
-    float found[4];
-    Of::score(found, acc, (const float4*)(shared + Of::AT_AFFINE), (const u32*)(shared + Of::AT_GAMMA),
+    float found[4], summed[4];
+    Of::score(found, summed, acc, (const float4*)(shared + Of::AT_AFFINE), (const u32*)(shared + Of::AT_GAMMA),
               (const uint2*)(shared + Of::AT_TURNS + (2 * team + parity) * Of::TURN), cosine, sine,
-              (const u32*)(shared + Of::AT_QUERIES) + g * Of::QUERY, scalar, c);
-    float* to = scores + ((u64)(sequence * kv_heads + head) * GROUP + 2 * c) * blocks * 64 + tile * 64 + token;
+              (const u32*)(shared + Of::AT_QUERIES) + g * Of::QUERY, scalar, at);
+    const u64 row = (u64)((sequence * SHARES + share) * kv_heads + head) * GROUP * blocks * 64 + tile * 64 + token;
+    float* to = scores + row + (u64)(2 * c) * blocks * 64;
+    if (SHARES > 1 && c == 0) squares[row] = summed[0], squares[row + 8] = summed[2];
 #pragma unroll
     for (int i = 0; i < 2; i++)
       if (2 * c + i < GROUP) to[(u64)i * blocks * 64] = found[i], to[(u64)i * blocks * 64 + 8] = found[2 + i];
   }
+}
+
+// Logits from sums over shares of the channels, 256 tokens of a head a block.
+template <int D, int GROUP, bool NORM, int SHARES>
+__global__ void __launch_bounds__(256) fsq_join(
+    const float* sums, const float* squares, const float2* scalars, float* scores, int kv_heads, int blocks) {
+  const int pieces = (blocks + 3) / 4, heads = kv_heads * GROUP, row = blockIdx.x / pieces;
+  const int at = blockIdx.x % pieces * 256 + threadIdx.x, head = row % heads, sequence = row / heads;
+  if (at >= blocks * 64) return;
+  const float2 scalar = scalars[head / GROUP];
+  float sum = 0, square = 0;
+#pragma unroll
+  for (int i = 0; i < SHARES; i++) {
+    const u64 first = (u64)(sequence * SHARES + i) * heads;
+    sum += sums[(first + head) * blocks * 64 + at];
+    if (NORM) square += squares[(first + head / GROUP * GROUP) * blocks * 64 + at];
+  }
+  scores[(u64)row * blocks * 64 + at] = sum * scalar.y * (NORM ? rsqrtf(square * (1.0f / D) + scalar.x) : 1.0f);
 }
 
 // Centres plus a half, q - 8, of two tokens' levels number 0 … 3 of a word pair's halves.

@@ -33,6 +33,7 @@ __all__ = [
     "fsq_mix",
     "fsq_scores",
     "has_fsq_path",
+    "join_instance",
     "mix_instance",
     "scores_instance",
     "shared_bytes",
@@ -77,7 +78,7 @@ def teams_of(decoder: FsqDecoder) -> int:
             return teams
     raise ValueError(
         f"codes of {decoder.heads.grid.width} coordinates take {shared_bytes(decoder, 1)} bytes of shared memory as "
-        f"{decoder.kind}, {MOST_SHARED} are there; int8 and fp8 take half as much"
+        f"{decoder.kind}, {MOST_SHARED} are there; int8 and fp8 take half as much, and so do two shares"
     )
 
 
@@ -88,7 +89,14 @@ def scores_instance(decoder: FsqDecoder, work: FsqWork, plan: FsqPlan) -> str:
     norm = "false" if decoder.heads.key_norm is None else "true"
     order = "true" if plan.ordered and plan.teams > 1 else "false"
     kind = {"half": "HALF", "int8": "INT8", "fp8": "FP8"}[decoder.kind]
-    return f"fsq_scores<{kind}, {d}, {work.grid.nbytes}, {group}, {plan.teams}, {norm}, {order}>"
+    return f"fsq_scores<{kind}, {d}, {work.grid.nbytes}, {group}, {plan.teams}, {norm}, {order}, {decoder.shares}>"
+
+
+def join_instance(decoder: FsqDecoder, work: FsqWork) -> str:
+    """The template instance that joins shares."""
+    norm = "false" if decoder.heads.key_norm is None else "true"
+    d, group = decoder.heads.head_dim, work.heads // decoder.heads.kv_heads
+    return f"fsq_join<{d}, {group}, {norm}, {decoder.shares}>"
 
 
 def mix_instance(work: FsqWork) -> str:
@@ -115,10 +123,12 @@ def fsq_attend(
     """
     heads = decoder.heads
     expected = (work.batch, work.heads, heads.head_dim), (work.batch, work.blocks, BLOCK_TOKENS * heads.grid.nbytes)
-    if (queries.shape, codes.shape) != expected or work.grid != heads.grid or decoder.blocks < work.blocks:
+    sizes = (heads.grid, decoder.shares, min(decoder.blocks, work.blocks))
+    if (queries.shape, codes.shape) != expected or sizes != (work.grid, work.shares, work.blocks):
         raise ValueError(
             f"queries {list(queries.shape)} and codes {list(codes.shape)}: the work memory is for {list(expected[0])} "
-            f"and {list(expected[1])}, codes of {work.grid.nbytes} bytes; the decoder for {decoder.blocks} blocks"
+            f"and {list(expected[1])}, codes of {work.grid.nbytes} bytes and {work.shares} shares; the decoder for "
+            f"{decoder.blocks} blocks and {decoder.shares}"
         )
     fsq_scores(queries, codes, lengths, decoder, work, plan or FsqPlan(teams_of(decoder)))
     fsq_mix(codes, lengths, work)
@@ -128,12 +138,17 @@ def fsq_scores(
     queries: Tensor, codes: Tensor, lengths: Tensor, decoder: FsqDecoder, work: FsqWork, plan: FsqPlan
 ) -> None:
     """The first half of :func:`fsq_attend`: logits of all tokens; its arguments are not checked again."""
-    kv_heads, splits = decoder.heads.kv_heads, work.score_splits(decoder.heads.kv_heads)
-    size = shared_bytes(decoder, plan.teams)
+    kv_heads, images, device = decoder.heads.kv_heads, len(decoder.images), queries.get_device()
+    splits, size = work.score_splits(images), shared_bytes(decoder, plan.teams)
     prepared = (decoder.images, decoder.affine, decoder.gamma, decoder.scalars, decoder.base, decoder.inner)
-    given = _arguments(codes, *prepared, queries, lengths, work.scores, kv_heads, splits, work.blocks)
-    function = _function(scores_instance(decoder, work, plan), size, queries.get_device())
-    function.launch(work.batch * splits * kv_heads, 128 * plan.teams, given, early=False, shared_bytes=size)
+    left = (work.scores if decoder.shares == 1 else work.sums, work.squares)
+    given = _arguments(codes, *prepared, queries, lengths, *left, kv_heads, splits, work.blocks)
+    function = _function(scores_instance(decoder, work, plan), size, device)
+    function.launch(work.batch * splits * images, 128 * plan.teams, given, early=False, shared_bytes=size)
+    if decoder.shares > 1:
+        given = _arguments(work.sums, work.squares, decoder.scalars, work.scores, kv_heads, work.blocks)
+        function = _function(join_instance(decoder, work), 0, device)
+        function.launch(work.batch * work.heads * -(-work.blocks // 4), 256, given, early=False)
 
 
 def fsq_mix(codes: Tensor, lengths: Tensor, work: FsqWork) -> None:

@@ -57,7 +57,7 @@ class FsqDecoder:
     """Device memory of one layer's decoder; never changed after construction.
 
     Attributes:
-        images: [kv_heads, steps · head_dim · 32] uint8, decoders of keys in the order of shared memory.
+        images: [kv_heads · shares, steps · head_dim / shares · 32] uint8, keys' decoders in the order of shared memory.
         affine: [kv_heads, head_dim, 2] float32: s and t.
         gamma: [head_dim] float16, the norm's weights; ones where keys are not normed.
         scalars: [kv_heads, 2] float32: what is added to the mean of squares, and the scale of logits.
@@ -66,16 +66,27 @@ class FsqDecoder:
         values: for the merge.
     """
 
-    def __init__(self, heads: FsqHeads, blocks: int, device: torch.device, kind: RebuildKind = "half") -> None:
+    def __init__(
+        self, heads: FsqHeads, blocks: int, device: torch.device, kind: RebuildKind = "half", shares: int = 1
+    ) -> None:
         """Prepare ``heads`` for sequences of up to ``blocks`` blocks.
 
+        Args:
+            heads: the layer's.
+            blocks: the most of a sequence.
+            device: of everything.
+            kind: numbers that keys are rebuilt with.
+            shares: parts of a head's channels that are rebuilt apart: 2 where a whole head's decoder is too large for
+                shared memory; heads of 64 channels have one.
+
         Raises:
-            ValueError: coordinates are not all of 4 bits, or sums of int8 products leave 23 bits.
+            ValueError: coordinates are not all of 4 bits, sums of int8 products leave 23 bits, or such shares have no
+                kernel.
         """
         if set(heads.grid.bits) != {4}:
             raise ValueError(f"coordinates of {sorted(set(heads.grid.bits))} bits: this kernel takes 4 bits each")
         # fixed after construction
-        self.heads, self.kind, self.blocks = heads, kind, blocks
+        self.heads, self.kind, self.blocks, self.shares = heads, kind, blocks, shares
         d, width = heads.head_dim, heads.grid.width
         unit = _unit_of(heads)
         stored, scale = _stored_rows(heads.key_decoder.double() * unit[:, None, None], kind)
@@ -88,7 +99,7 @@ class FsqDecoder:
             self._check_sums(stored)
             added = added - scale * _MAGIC
         factor = scale * 512 if kind == "fp8" else scale
-        self.images = _image(stored, kind).to(device)
+        self.images = _image(_shared_out(stored, shares), kind).to(device)
         self.affine = torch.stack([factor, added], -1).float().to(device)
         norm = torch.ones(d) if heads.key_norm is None else heads.key_norm
         self.gamma = norm.half().to(device)
@@ -133,6 +144,15 @@ def _order(kind: RebuildKind) -> Tensor:
             [8 * c + 2 * step + odd + 4 * i for step in (0, 1) for odd in (0, 1) for c in range(4) for i in (0, 1)]
         )
     return torch.tensor([8 * c + 2 * i + odd for odd in (0, 1) for c in range(4) for i in range(4)])
+
+
+def _shared_out(stored: Tensor, shares: int) -> Tensor:
+    """Rows [kv_heads · shares, d / shares, width]: channels that turn together stay together."""
+    kv_heads, d, width = stored.shape
+    if shares not in (1, d // 64):
+        raise ValueError(f"{shares} shares of {d} channels: one or {d // 64} have a kernel")
+    halves = stored.view(kv_heads, 2, shares, d // 2 // shares, width)
+    return halves.transpose(1, 2).reshape(kv_heads * shares, d // shares, width)
 
 
 def _image(stored: Tensor, kind: RebuildKind) -> Tensor:

@@ -26,12 +26,14 @@ class FsqWork:
         scores: [batch, heads, blocks · 64] float32, logits for powers of two.
         parts: [batch, heads, mix_splits, spans · 64] float32, sums of q - 8 relative to 2^tops; ``tops`` and ``totals``
             lack the last axis. A part without tokens has the top -inf.
+        sums: [batch, shares, heads, blocks · 64] float32, logits before they are joined and normed, and ``squares``
+            likewise; empty for one share.
         latent: [batch, heads, spans · 64] float32, the merged mean of q - 8.
     """
 
     def __init__(
         self, batch: int, heads: int, grid: FsqGrid, blocks: int, device: torch.device, *,
-        score_splits: int | None = None, mix_splits: int | None = None,
+        shares: int = 1, score_splits: int | None = None, mix_splits: int | None = None,
     ) -> None:  # fmt: skip
         """Allocate for ``heads`` query heads and codes of ``grid``.
 
@@ -41,12 +43,14 @@ class FsqWork:
             grid: of the codes.
             blocks: the most blocks of 64 tokens of a sequence.
             device: of everything.
+            shares: of the decoder.
             score_splits: blocks of threads that share a KV head's tokens; None: as many as fill the device once.
             mix_splits: likewise those that share a sequence's tokens; None: two for each multiprocessor.
         """
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         # fixed after construction
-        self.blocks, self.grid, self._processors, self._score_splits = blocks, grid, processors, score_splits
+        self.blocks, self.grid, self.shares = blocks, grid, shares
+        self._processors, self._score_splits = processors, score_splits
         self.spans = -(-grid.width // _SPAN)
         self.spans_a_warp = 2 if self.spans > _MIX_WARPS else 1
         self.turns = max(1, _MIX_WARPS // -(-self.spans // self.spans_a_warp))
@@ -58,6 +62,9 @@ class FsqWork:
             return torch.zeros(shape, dtype=torch.float32, device=device)
 
         self.scores = room(batch, heads, blocks * BLOCK_TOKENS)
+        self.sums, self.squares = (
+            room(batch, shares if shares > 1 else 0, heads, blocks * BLOCK_TOKENS) for _ in range(2)
+        )
         self.parts = room(batch, heads, self.mix_splits, self.spans * _SPAN)
         self.tops, self.totals = room(batch, heads, self.mix_splits), room(batch, heads, self.mix_splits)
         self.latent = room(batch, heads, self.spans * _SPAN)
@@ -82,8 +89,8 @@ class FsqWork:
         """Threads of each."""
         return 32 * -(-self.spans // self.spans_a_warp) * self.turns
 
-    def score_splits(self, kv_heads: int) -> int:
-        """Blocks of threads that share the tokens of one KV head of a sequence."""
+    def score_splits(self, images: int) -> int:
+        """Blocks of threads that share the tokens of a sequence for one of ``images`` decoders."""
         if self._score_splits is not None:
             return self._score_splits
-        return max(1, min(self.blocks, self._processors // (kv_heads * self.batch)))
+        return max(1, min(self.blocks, self._processors // (images * self.batch)))

@@ -19,6 +19,7 @@ from strataflux.kernels.gpu.fsq_attend import (
     FsqPlan,
     fsq_attend,
     has_fsq_path,
+    join_instance,
     mix_instance,
     scores_instance,
     shared_bytes,
@@ -34,14 +35,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "kernels" / "gpu" / "fsq_attend.cu"
-CASES: list[tuple[RebuildKind, int, tuple[int, ...], int, int, int, bool]] = [
-    # kind, width, lengths, KV heads, query heads for each, head size, keys normed
-    ("half", 84, (65, 1), 2, 2, 64, True),
-    ("int8", 84, (200,), 2, 3, 64, True),
-    ("fp8", 84, (64,), 1, 1, 64, True),
-    ("half", 21, (63,), 3, 8, 64, False),
-    ("int8", 70, (130, 300), 1, 4, 128, True),
-    ("half", 256, (129,), 1, 2, 128, False),
+CASES: list[tuple[RebuildKind, int, tuple[int, ...], int, int, int, bool, int]] = [
+    # kind, width, lengths, KV heads, query heads for each, head size, keys normed, shares of a head
+    ("half", 84, (65, 1), 2, 2, 64, True, 1),
+    ("int8", 84, (200,), 2, 3, 64, True, 1),
+    ("fp8", 84, (64,), 1, 1, 64, True, 1),
+    ("half", 21, (63,), 3, 8, 64, False, 1),
+    ("int8", 70, (130, 300), 1, 4, 128, True, 1),
+    ("half", 256, (129,), 1, 2, 128, False, 1),
+    ("half", 40, (70, 129), 2, 3, 128, True, 2),
+    ("int8", 40, (64,), 1, 1, 128, False, 2),
 ]
 BOUNDS = {"half": 2e-3, "int8": 2e-2, "fp8": 6e-2}
 """Relative errors: float16 keys; weights of the decoder rounded to 127ths of their row's largest, and to three bits."""
@@ -49,10 +52,10 @@ BOUNDS = {"half": 2e-3, "int8": 2e-2, "fp8": 6e-2}
 Launch = Callable[[FsqCase, FsqDecoder, FsqWork], None]
 
 
-def _work(case: FsqCase, score_splits: int | None = None, mix_splits: int | None = None) -> FsqWork:
+def _work(case: FsqCase, shares: int = 1, score_splits: int | None = None, mix_splits: int | None = None) -> FsqWork:
     batch, heads, _ = case.queries.shape
     sizes, device = (case.heads.grid, case.codes.shape[1]), case.queries.device
-    return FsqWork(batch, heads, *sizes, device, score_splits=score_splits, mix_splits=mix_splits)
+    return FsqWork(batch, heads, *sizes, device, shares=shares, score_splits=score_splits, mix_splits=mix_splits)
 
 
 def _run_name(instance: str) -> str:
@@ -60,8 +63,14 @@ def _run_name(instance: str) -> str:
 
 
 def _case_of(numbers: tuple[Any, ...], device: torch.device) -> FsqCase:
-    _, width, lengths, kv_heads, group, d, normed = numbers
+    _, width, lengths, kv_heads, group, d, normed, _ = numbers
     return make_fsq_case(FsqGrid.uniform(width, 16), lengths, kv_heads, group, d, normed, device)
+
+
+def _prepared(case: FsqCase, numbers: tuple[Any, ...]) -> tuple[FsqDecoder, FsqWork]:
+    kind, shares = numbers[0], numbers[-1]
+    decoder = FsqDecoder(case.heads, case.codes.shape[1], case.queries.device, kind, shares)
+    return decoder, _work(case, shares)
 
 
 @pytest.fixture(scope="module")
@@ -72,40 +81,57 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     runs: dict[str, str] = {}
     for numbers in CASES:
         case = _case_of(numbers, torch.device("cpu"))
-        decoder = FsqDecoder(case.heads, case.codes.shape[1], torch.device("cpu"), numbers[0])
-        scores = scores_instance(decoder, _work(case), FsqPlan(teams_of(decoder)))
-        mix = mix_instance(_work(case))
-        runs |= {name: _run(name, pointers) for name, pointers in ((scores, 10), (mix, 6))}
+        decoder, work = _prepared(case, numbers)
+        scores = scores_instance(decoder, work, FsqPlan(teams_of(decoder)))
+        kinds = ((scores, 11, 3), (join_instance(decoder, work), 4, 2), (mix_instance(work), 6, 3))
+        runs |= {name: _run(name, pointers, sizes) for name, pointers, sizes in kinds}
     pointer = "struct Pointer { void* to; template <typename T> operator T*() const { return (T*)to; } };\n"
     folder = tmp_path_factory.mktemp("fsq")
     return emulated(SOURCE, pointer + "\n".join(runs.values()), folder, HERE / "fsq_emulation.h")
 
 
-def _run(instance: str, pointers: int) -> str:
-    declared = "".join(f", void* p{i}" for i in range(pointers))
-    given = "".join(f"Pointer{{p{i}}}, " for i in range(pointers))
+def _run(instance: str, pointers: int, sizes: int) -> str:
+    declared = "".join(f", void* p{i}" for i in range(pointers)) + "".join(f", int s{i}" for i in range(sizes))
+    given = ", ".join([*(f"Pointer{{p{i}}}" for i in range(pointers)), *(f"s{i}" for i in range(sizes))])
     return (
-        f'extern "C" void {_run_name(instance)}(int blocks, int threads{declared}, int a, int b, int c) '
-        f"{{ run_blocks(blocks, threads, [=] {{ {instance}({given}a, b, c); }}); }}"
+        f'extern "C" void {_run_name(instance)}(int blocks, int threads{declared}) '
+        f"{{ run_blocks(blocks, threads, [=] {{ {instance}({given}); }}); }}"
     )
 
 
 def _on_emulation(library: ctypes.CDLL) -> Launch:
     def launch(case: FsqCase, decoder: FsqDecoder, work: FsqWork) -> None:
         teams, kv_heads = teams_of(decoder), case.heads.kv_heads
-        splits = work.score_splits(kv_heads)
-        scores, mix = scores_instance(decoder, work, FsqPlan(teams)), mix_instance(work)
+        images, plan = len(decoder.images), FsqPlan(teams)
+        splits = work.score_splits(images)
         assert shared_bytes(decoder, teams) <= 16384 * 16
 
-        def pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
-            return [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+        def run(instance: str, blocks: int, threads: int, *given: Tensor | int) -> None:
+            values = [ctypes.c_void_p(v.data_ptr()) if isinstance(v, Tensor) else v for v in given]
+            library[_run_name(instance)](blocks, threads, *values)
 
         prepared = (decoder.images, decoder.affine, decoder.gamma, decoder.scalars, decoder.base, decoder.inner)
-        given = pointers(case.codes, *prepared, case.queries, case.lengths, work.scores)
-        library[_run_name(scores)](work.batch * splits * kv_heads, 128 * teams, *given, kv_heads, splits, work.blocks)
-        given = pointers(case.codes, work.scores, case.lengths, work.parts, work.tops, work.totals)
+        left = (work.scores if decoder.shares == 1 else work.sums, work.squares)
+        sizes = (kv_heads, splits, work.blocks)
+        instance = scores_instance(decoder, work, plan)
+        run(
+            instance,
+            work.batch * splits * images,
+            128 * teams,
+            case.codes,
+            *prepared,
+            case.queries,
+            case.lengths,
+            *left,
+            *sizes,
+        )
+        if decoder.shares > 1:
+            blocks = work.batch * work.heads * -(-work.blocks // 4)
+            tensors = (work.sums, work.squares, decoder.scalars, work.scores)
+            run(join_instance(decoder, work), blocks, 256, *tensors, kv_heads, work.blocks)
+        tensors = (case.codes, work.scores, case.lengths, work.parts)
         sizes = (work.heads, work.mix_splits, work.blocks)
-        library[_run_name(mix)](work.mix_blocks, work.mix_threads, *given, *sizes)
+        run(mix_instance(work), work.mix_blocks, work.mix_threads, *tensors, work.tops, work.totals, *sizes)
 
     return launch
 
@@ -129,8 +155,7 @@ def test_outputs_are_those_of_rebuilt_keys_and_values(
     numbers: tuple[Any, ...], launch: Launch, device: torch.device
 ) -> None:
     case = _case_of(numbers, device)
-    decoder = FsqDecoder(case.heads, case.codes.shape[1], device, numbers[0])
-    work = _work(case)
+    decoder, work = _prepared(case, numbers)
     out = torch.full(case.queries.shape, torch.nan, device=device)
     launch(case, decoder, work)
     fsq_merge(work, decoder.values, out)
@@ -142,7 +167,7 @@ def test_splits_change_nothing(score_splits: int, mix_splits: int, launch: Launc
     case = _case_of(CASES[4], device)
     decoder = FsqDecoder(case.heads, case.codes.shape[1], device, "int8")
     outs = []
-    for work in (_work(case), _work(case, score_splits, mix_splits)):
+    for work in (_work(case), _work(case, 1, score_splits, mix_splits)):
         outs.append(torch.full(case.queries.shape, torch.nan, device=device))
         launch(case, decoder, work)
         fsq_merge(work, decoder.values, outs[-1])
@@ -157,6 +182,9 @@ def test_what_has_no_kernel_is_refused() -> None:
     with pytest.raises(ValueError, match="of shared memory as half, 232448 are there"):
         teams_of(FsqDecoder(wide, 1, cpu, "half"))
     assert teams_of(FsqDecoder(wide, 1, cpu, "int8")) == 2
+    assert teams_of(FsqDecoder(wide, 1, cpu, "half", shares=2)) == 2
+    with pytest.raises(ValueError, match="2 shares of 64 channels"):
+        FsqDecoder(random_heads(FsqGrid.uniform(8, 16), 1, 64, True, cpu), 1, cpu, shares=2)
     wider = random_heads(FsqGrid.uniform(2300, 16), 1, 64, True, cpu)
     wider = dataclasses.replace(wider, key_decoder=torch.ones_like(wider.key_decoder))
     with pytest.raises(ValueError, match="int8 has room below 4194304"):
@@ -168,5 +196,5 @@ def test_what_contradicts_itself_is_refused(device: torch.device) -> None:
     decoder = FsqDecoder(case.heads, case.codes.shape[1], device)
     with pytest.raises(ValueError, match="the work memory is for"):
         fsq_attend(case.queries[:1], case.codes, case.lengths, decoder, _work(case))
-    with pytest.raises(ValueError, match="the decoder for 1 blocks"):
+    with pytest.raises(ValueError, match="the decoder for 1 blocks and 1"):
         fsq_attend(case.queries, case.codes, case.lengths, FsqDecoder(case.heads, 1, device), _work(case))
