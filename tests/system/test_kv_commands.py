@@ -65,6 +65,16 @@ def test_a_skipped_miss_costs_accuracy_and_no_more(place: Place, model: Path, te
     assert 0 < found["kv"]["hit_rate"] < 1
 
 
+def test_running_ahead_reads_before_misses_and_says_what_came_of_it(place: Place, model: Path, text: Path) -> None:
+    options = ("--kv-cache", "10%", "--read-ahead", 1, "--miss", "budget:20%")
+    found = place.run("eval", model, "--text", text, *COMMON, *options)
+    assert found["kv"]["refined_kl"] < found["kv"]["base_kl"]
+    assert (found["read_ahead"], found["miss"], found["steps_invalid"]) == (1, "budget:20%", 0)
+    told = found["prefetches"]
+    assert told["asked"] >= told["fills"] > 0
+    assert told["used"] + told["unused"] <= told["fills"]
+
+
 def test_bench_put_takes_every_block(place: Place, tmp_path: Path) -> None:
     found = place.run("bench", "put", "--blocks", 8, "--rounds", 1, "--folder", tmp_path / "bench")
     assert (found["refused"], found["blocks"]) == (0, 8)
