@@ -3,7 +3,7 @@
     PYTHONSAFEPATH=1 PYTHONPATH=.importroot python bench/fsq_finetune.py \
         --model SmolLM2-135M-Instruct.Q4_1.gguf --text wikitext2-valid.txt --more moby-dick.txt --device cuda
 
-Trains on the part of ``--text`` that is not scored, ``--more`` and Python's own prose; the last of that text is
+Trains on the part of ``--text`` that is not scored, ``--more`` and Python's own prose; some of that text is
 held out, and what does best there is kept. Each variant tries every rate for a short while and trains on with the best.
 Prints one JSON object a row: conversion, each trial, and the trained codes, which ``--save`` keeps.
 """
@@ -26,12 +26,12 @@ from strataflux.client.evaluate.methods.fsq import InMemory
 from strataflux.client.evaluate.text import python_prose, read_text
 from strataflux.client.prepare.fsq import FsqSettings, code_bytes, convert
 from strataflux.client.prepare.fsq_file import FsqAbout, save_codes, weights_digest
-from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, random_sequences
+from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, hold_out, random_sequences
 from strataflux.client.prepare.source import open_source
 from strataflux.client.runtime.models import DecoderWeights
 from strataflux.kernels.fsq import FsqLayer
 
-HELD_OUT = 8
+HELD_OUT = 16
 
 
 def main() -> None:
@@ -49,9 +49,8 @@ def main() -> None:
     given = torch.tensor(text[: options.sequences * 512]).view(-1, 512)
     for more in [*map(read_text, options.more), python_prose()]:
         text += tokenizer.encode(more).ids
-    held = torch.tensor(text[-HELD_OUT * options.length :], device=device).view(1, HELD_OUT, options.length)
-    train = torch.tensor(text[: -HELD_OUT * options.length], device=device)
-    trainer = Trainer(options, weights, train, list(held))
+    train, held = hold_out(torch.tensor(text, device=device), HELD_OUT, options.length)
+    trainer = Trainer(options, weights, train, list(held.split(8)))
     for variant in options.variants:
         ratio, levels, bound = variant.split(":")
         settings = FsqSettings(code_bytes(weights.config, float(ratio)), int(levels), bound)

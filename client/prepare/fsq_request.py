@@ -16,7 +16,7 @@ class FsqTraining:
     """How codes are trained after their conversion."""
 
     tokens: Tensor = field(compare=False)
-    """[n] int64 of text; its end is held out."""
+    """[n] int64 of text; some of it is held out."""
     seconds: float
     rate: float | None = None
     """Relative to the size of what is trained; None: by how much is left to gain, :func:`default_rate`."""

@@ -12,7 +12,7 @@ from strataflux.client.errors import InputError
 from strataflux.client.prepare.fsq import Conversion, convert, full_bytes
 from strataflux.client.prepare.fsq_file import FsqAbout, save_codes, weights_digest
 from strataflux.client.prepare.fsq_request import FsqRequest, FsqTraining, default_rate
-from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, random_sequences
+from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, hold_out, random_sequences
 from strataflux.client.prepare.prepared import FSQ, PreparedModel
 from strataflux.client.prepare.settings import PrepareSettings
 from strataflux.client.prepare.source import ModelSource
@@ -126,13 +126,13 @@ class FsqStage:
 
 
 def _split(training: FsqTraining, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """The text to train on, and the end that is held out."""
-    held = _HELD_OUT * training.length
-    if training.tokens.numel() < 2 * held:
+    """The text to train on, and batches of what is held out."""
+    least = 2 * _HELD_OUT * training.length
+    if training.tokens.numel() < least:
         found = f"{training.tokens.numel()} tokens"
-        raise InputError("training text", found, f"at least {2 * held}", "give a longer --text")
-    tokens = training.tokens.to(device)
-    return tokens[:-held], list(tokens[-held:].view(2, _HELD_OUT // 2, training.length))
+        raise InputError("training text", found, f"at least {least}", "give a longer --text")
+    tokens, held = hold_out(training.tokens.to(device), _HELD_OUT, training.length)
+    return tokens, list(held.split(4))  # type: ignore[no-untyped-call]
 
 
 def _about(

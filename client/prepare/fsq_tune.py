@@ -29,7 +29,7 @@ from strataflux.client.runtime.models import DecoderWeights
 from strataflux.client.runtime.rope import rotary_table
 from strataflux.kernels.fsq import FsqGrid, FsqLayer, quantize_straight_through
 
-__all__ = ["FsqTuning", "TuneSettings", "random_sequences"]
+__all__ = ["FsqTuning", "TuneSettings", "hold_out", "random_sequences"]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ class FsqTuning:
             codes: where to begin.
             settings: how long and how fast.
             state: the file that keeps the run's state; None keeps none.
-            held_out: batches of tokens [sequences, n] that are not trained on; what does best on them is the result.
+            held_out: batches of tokens [sequences, n] that are not trained on (:func:`hold_out`); what does best on
+                them is the result.
         """
         # fixed after construction
         self._weights = weights
@@ -254,6 +255,13 @@ class FsqTuning:
         self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
         step, self.seconds, self.held_out_loss, self.held_out_before = tensors["progress"].tolist()
         self.step = int(step)
+
+
+def hold_out(tokens: Tensor, sequences: int, length: int) -> tuple[Tensor, Tensor]:
+    """``tokens`` [n] without ``sequences`` stretches of ``length``, evenly spread; and those [sequences, length]."""
+    share = tokens.shape[0] // sequences
+    parts = [tokens[i * share : (i + 1) * share if i + 1 < sequences else None] for i in range(sequences)]
+    return torch.cat([part[:-length] for part in parts]), torch.stack([part[-length:] for part in parts])
 
 
 def random_sequences(tokens: Tensor, sequences: int, length: int, seed: int, first: int = 0) -> Iterable[Tensor]:

@@ -22,7 +22,7 @@ from strataflux.client.prepare.fsq import (
     full_bytes,
     uniform_width,
 )
-from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, random_sequences
+from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, hold_out, random_sequences
 from strataflux.client.runtime.forward import forward_text
 from strataflux.client.runtime.models import DecoderWeights, LayerWeights, ModelConfig
 from strataflux.kernels.fsq import FsqLayer
@@ -191,6 +191,12 @@ def test_what_does_best_on_held_out_text_is_kept_over_an_interruption(tiny_sourc
     gentle = FsqTuning(weights, codes, TuneSettings(steps=20, rate=3e-3, check_every=2), held_out=held_out)
     gentle.run(random_sequences(text, 4, 32, seed=0))
     assert gentle.held_out_loss < gentle.held_out_before
+
+
+def test_what_is_held_out_comes_from_everywhere_and_is_not_trained_on() -> None:
+    train, held = hold_out(torch.arange(103), 4, 5)
+    assert held.tolist() == [list(range(end - 5, end)) for end in (25, 50, 75, 103)]
+    assert sorted([*train.tolist(), *held.flatten().tolist()]) == list(range(103))
 
 
 def test_a_step_is_relative_to_what_it_changes(tiny_source: Any) -> None:
