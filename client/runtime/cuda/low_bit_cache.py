@@ -143,9 +143,8 @@ class LowBitCache:
         *,
         early: bool,  # noqa: ARG002 (nothing does)
     ) -> None:
-        """As :class:`~strataflux.client.runtime.cuda.attention.Attention`. Nothing starts early beside attention: it
-        fills the device, and took 10 to 15 % longer where the next launch waits beside it (bench/gpu_kv.py, H200, at
-        128K).
+        """As :class:`~strataflux.client.runtime.cuda.attention.Attention`. Nothing starts early: these launches fill
+        the device, and took 5 to 15 % longer where the next ones wait beside them (bench/gpu_kv.py, H200, 128K).
         """
         cache, work = self._layers[layer], self._work
         kv_attend(queries[None], keys[None], values[None], position, cache, work)
@@ -154,8 +153,8 @@ class LowBitCache:
             kv_select(position, work, self._fraction)
             first = layer * cache.kv_heads * cache.form.groups_per_tile
             where = self._block.tensor, self._thresholds, self._bases, self._table, first
-            kv_refine(position, cache, work, *where, early=True)
-        kv_merge(work, out, early=bool(self._fraction))
+            kv_refine(position, cache, work, *where)
+        kv_merge(work, out)
 
     def extend(self, position: int, keys: Tensor, values: Tensor) -> None:
         """Append tokens from ``position`` on, up to the end of its tile at most; between steps.

@@ -40,7 +40,8 @@ _STEPS: Final = 16
 class PinnedStore:
     """All records of some sections, in the order of their object ids.
 
-    Pairs: construction / :meth:`close`. :meth:`refresh` shows the device what was registered since.
+    Pairs: construction / :meth:`close`. :meth:`refresh` shows the device what was registered since; :meth:`warm` fills
+    the hot tier before anything was used.
     """
 
     def __init__(
@@ -129,6 +130,13 @@ class PinnedStore:
         """Wait until all of it is there, and show it. Raises as :meth:`refresh`."""
         self._thread.join()
         self.refresh()
+
+    def warm(self) -> None:
+        """Fill the hot tier with records from all over the store, as if all had been used alike; between steps."""
+        if self.hot is not None:
+            self._stamps[: self.bytes // layout.SLOT_UNIT_BYTES] = self._clock
+            self.hot.adapt(self._directory, self._stamps, self._clock)
+            self._tick()
 
     def close(self) -> None:
         """Give the memory back; nothing may run on the device. Idempotent."""

@@ -125,4 +125,6 @@ def test_a_pinned_store_shows_its_tier_to_kernels() -> None:
         base = int(cells[ab.BASES + chunk_of(oid)]) & ~0xFFF
         at = base + (int(directory[oid]) - 1) * UNIT % SIZE
         assert bytes((ctypes.c_uint8 * 4096).from_address(at)) == bytes([oid]) * 4096
+    store.warm()
+    assert sum(map(chunk_of, range(64))) >= 62
     store.close()
