@@ -293,11 +293,12 @@ def default_plan(weights: LowbitWeights) -> Plan:
     """The plan for a shape: what a sweep on an H200 found best or within 5 % of it, one input (docs/PERFORMANCE.md).
 
     Few rows leave the device idle unless more warps share a block's strips; two tiles a warp use each input twice.
-    Codebooks of 16 values need registers for their tables and do better with one tile, except where rows abound.
+    Codebooks of 16 values need registers and shared memory for their tables, and do better with one tile and more in
+    flight.
     """
     tiles, strips = weights.words.shape[:2]
-    if weights.group == 0 and weights.bits == 4 and tiles < 1024:
-        plan = Plan(1, 8, 2) if tiles >= 320 else Plan(1, 16, 1)
+    if weights.group == 0 and weights.bits == 4:
+        plan = Plan(1, 4, 2) if tiles >= 1024 else Plan(1, 4, 4) if tiles >= 320 else Plan(1, 8, 2)
     else:
         plan = Plan(2, 4 if tiles >= 1024 else 8 if tiles >= 320 else 16, 1)
     while plan.warps > max(strips, 1):
