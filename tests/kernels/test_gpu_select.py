@@ -229,6 +229,7 @@ def test_positions_go_round_the_ring_with_their_lap(pair: tuple[Side, Side], lau
     begin_step(gpu.block)
     launch(torch.randn(1024), gpu, selection, 1, 0)
     end_step(gpu.block)
+    assert gpu.cell(ab.TAIL) == start + 16  # and all was stored by then
     assert int(gpu.session["ring_tail"][0]) == start + 16
     assert (gpu.ring[-5:] >> 56).tolist() == [3] * 5
     assert (gpu.ring[:11] >> 56).tolist() == [4] * 11
