@@ -26,7 +26,6 @@ from gpu_timing import Rows
 
 from strataflux.client.bench.replays import microseconds
 from strataflux.kernels.gpu.host_memory import HostRegistration
-from strataflux.kernels.gpu.host_pages import HostPages
 
 SIZE = 4 << 30
 CHUNK = 16 << 20
@@ -88,17 +87,6 @@ def allocated(rows: Rows, name: str) -> None:
     measure(rows, name, memory.data_ptr())
 
 
-def large(rows: Rows, name: str) -> None:
-    """Memory of the host that the driver makes and maps in pages of two megabytes."""
-    memory = HostPages(SIZE)
-    try:
-        np.frombuffer(memory.view, np.uint32)[:] = 1
-        measure(rows, name, memory.address)
-    finally:
-        torch.cuda.synchronize()
-        memory.close()
-
-
 def measure(rows: Rows, name: str, address: int) -> None:
     """Microseconds of a launch and its rate, by record size and by how much memory is read."""
     sweep, total = torch.ones(48 << 20, device="cuda"), torch.zeros((), device="cuda")
@@ -135,7 +123,6 @@ def main() -> None:
     for name, make in (("shared", shared), ("private, large pages", private)):
         rows.run("link", lambda n=name, m=make: registered(rows, n, m))  # type: ignore[misc]
     rows.run("link", lambda: allocated(rows, "allocated by the driver"))
-    rows.run("link", lambda: large(rows, "pages of 2 MiB"))
     rows.add("end", "all sections")
 
 
