@@ -8,8 +8,9 @@ its table's ``pending`` word remembers.
 The queue has a *lane* for each session, and one for requests that belong to nobody any more. Lanes with requests take
 turns (:mod:`strataflux.daemon.lanes`), one request a turn, so a session gets its share of the reads however many
 requests others have waiting. Within a lane requests lie in 16 buckets by score, the most wanted first and first come
-first served within one. A full queue drops from the lane that holds most the request with the lowest score. Pairs:
-``_push`` / ``pop`` or ``_drop_lowest``.
+first served within one; who asks again for more moves up. What clients prefetch waits elsewhere
+(:mod:`strataflux.daemon.prefetch`). A full queue drops from the lane that holds most the request with the lowest score.
+Pairs: ``_push`` / ``pop`` or ``_drop_lowest``.
 """
 
 import numpy as np
@@ -110,6 +111,9 @@ def _accept(c: Core, index: int, payload: int) -> bool:
     elif pending_of(c, table, oid) not in (PENDING_NONE, PENDING_PREFETCH):
         counts.duplicates += 1
         session.duplicates += 1
+        place = pending_of(c, table, oid) - PENDING_QUEUED
+        if place >= 0 and score > c.queue[place].score:
+            _raise_score(c, index, place, score)
     else:
         if was_resident(c, table, oid):
             counts.evicted_again += 1
@@ -179,19 +183,51 @@ def _push(c: Core, session: int, table: int, oid: int, score: int, retries: int)
     node.score = score
     node.retries = retries
     _append(c, _lane_of(session), score * SCORE_BUCKETS // 256, place)
-    set_pending(c, table, oid, PENDING_QUEUED)
+    set_pending(c, table, oid, PENDING_QUEUED + place)
+
+
+@borrowing
+def _raise_score(c: Core, index: int, place: int, score: int) -> None:
+    """A record that is queued is asked for again, for more: if by the same session, it moves up to where it is wanted
+    now.
+    """
+    if c.queue[place].session != index:
+        return
+    before, bucket = wide(c.queue[place].score) * SCORE_BUCKETS // 256, score * SCORE_BUCKETS // 256
+    c.queue[place].score = score
+    if before != bucket:
+        _unlink(c, index, before, place)
+        _append(c, index, bucket, place)
 
 
 @borrowing
 def _append(c: Core, lane: int, bucket: int, place: int) -> None:
-    c.queue[place].next = NONE
+    node, last = c.queue[place], c.buckets[lane, bucket, 1]
+    node.next = NONE
+    node.prev = NONE
     if c.buckets[lane, bucket, 0] == NONE:
         c.buckets[lane, bucket, 0] = place
     else:
-        c.queue[c.buckets[lane, bucket, 1]].next = place
+        node.prev = last
+        c.queue[last].next = place
     c.buckets[lane, bucket, 1] = place
     row = c.lanes[lane]
     count_in(row, c.tenants[row.tenant], c.rd[0])
+
+
+@borrowing
+def _unlink(c: Core, lane: int, bucket: int, place: int) -> None:
+    node = c.queue[place]
+    before, after = wide(node.prev), wide(node.next)
+    if before == NONE:
+        c.buckets[lane, bucket, 0] = after
+    else:
+        c.queue[before].next = after
+    if after == NONE:
+        c.buckets[lane, bucket, 1] = before
+    else:
+        c.queue[after].prev = before
+    count_out(c.lanes[lane], c.tenants[c.lanes[lane].tenant], c.rd[0])
 
 
 @borrowing
@@ -217,10 +253,9 @@ def _pop_best(c: Core, lane: int) -> int:
 
 @borrowing
 def _pop_first(c: Core, lane: int, bucket: int) -> int:
-    place = c.buckets[lane, bucket, 0]
-    c.buckets[lane, bucket, 0] = wide(c.queue[place].next)
-    count_out(c.lanes[lane], c.tenants[c.lanes[lane].tenant], c.rd[0])
-    return wide(place)
+    place = wide(c.buckets[lane, bucket, 0])
+    _unlink(c, lane, bucket, place)
+    return place
 
 
 @borrowing
@@ -237,9 +272,12 @@ def put_back(c: Core, place: int) -> None:
     lane = _lane_of(wide(c.queue[place].session))
     head = c.buckets[lane, bucket, 0]
     c.queue[place].next = head
+    c.queue[place].prev = NONE
     c.buckets[lane, bucket, 0] = place
     if head == NONE:
         c.buckets[lane, bucket, 1] = place
+    else:
+        c.queue[head].prev = place
     row = c.lanes[lane]
     count_in(row, c.tenants[row.tenant], c.rd[0])
     undo_turn(row, c.tenants[row.tenant])

@@ -83,7 +83,8 @@ AHEAD = -2  # in place of the session that asked: read ahead of any request
 ABSENT, FREE, FILLING, VALID, RETIRED = 0, 1, 2, 3, 4
 
 # A table's `pending` array (u32 a record): what the reader is doing about it, and whether it ever was resident.
-PENDING_NONE, PENDING_PREFETCH, PENDING_QUEUED = 0, 0x7FFFFFFD, 0x7FFFFFFE  # between: the filling slot's entry + 1
+PENDING_NONE, PENDING_PREFETCH, PENDING_QUEUED = 0, 0x7FFEFFFF, 0x7FFF0000  # QUEUED: + its place in the queue.
+# Anything between NONE and PREFETCH is the filling slot's entry + 1.
 PENDING_SEEN = 0x80000000  # added to any of these
 
 SLOT = np.dtype(
@@ -239,9 +240,18 @@ BLOCK_NONE, BLOCK_GRANTED, BLOCK_BUFFERED, BLOCK_WRITTEN, BLOCK_FAILED = 0, 1, 2
 WRITES_A_PLACE = layout.KV_WRITE_BUFFERS
 
 QUEUED = np.dtype(
-    [("key", "i8"), ("asked_us", "i8"), ("next", "i4"), ("session", "i2"), ("score", "u1"), ("retries", "u1")]
+    [
+        ("key", "i8"),
+        ("asked_us", "i8"),
+        ("next", "i4"),  # of its bucket, or free
+        ("prev", "i4"),  # of its bucket
+        ("session", "i2"),
+        ("score", "u1"),
+        ("retries", "u1"),
+        ("", "u4"),
+    ]
 )
-assert QUEUED.itemsize == 24
+assert QUEUED.itemsize == 32
 
 # A prefetch that waits. It is void once its record's pending word says something else.
 PREFETCH = np.dtype([("key", "i8"), ("asked_us", "i8")])

@@ -77,6 +77,38 @@ def test_one_record_is_queued_once(rig: Rig) -> None:
     assert (int(first.counters["duplicates"]), int(second.counters["duplicates"])) == (1, 1)
 
 
+def test_who_asks_again_for_more_is_served_earlier(rig: Rig) -> None:
+    """The score that counts is the largest a session gave; another's does not move it, nor does a smaller one."""
+    client, other = Client(rig.tier), Client(rig.tier)
+    client.push(*(payload(oid, score=40 + 16 * oid) for oid in range(6)))
+    client.push(payload(1, score=255), payload(4, score=1), payload(2, score=200))
+    other.push(payload(0, score=255))
+    take(rig)
+    assert rig.rd["queued"] == 6
+    assert [oid for _, oid in pop_all(rig)] == [1, 2, 5, 4, 3, 0]
+    assert rig.rd["duplicates"] == 4
+
+
+def test_moving_up_and_down_keeps_the_queue_whole(rig: Rig) -> None:
+    client = Client(rig.tier, ring_log2=12)
+    random = np.random.default_rng(2)
+    best: dict[int, int] = {}
+    for _ in range(60):
+        asked = [(int(oid), int(score)) for oid, score in random.integers(0, [50, 256], (40, 2))]
+        client.push(*(payload(oid, score=score) for oid, score in asked))
+        take(rig)
+        for oid, score in asked:
+            best[oid] = max(score, best.get(oid, 0))
+        assert rig.rd["queued"] == len(best)
+        for _ in range(3):
+            place = requests.pop(rig.core)
+            oid = int(rig.core.queue[place]["key"])
+            top = max(score * SCORE_BUCKETS // 256 for score in best.values())
+            assert best.pop(oid) * SCORE_BUCKETS // 256 == top
+            requests.drop(rig.core, place)
+    assert len(pop_all(rig)) == len(best)
+
+
 def test_request_has_one_result(rig: Rig) -> None:
     """Taken = cold + evicted + duplicate + resident + quarantined."""
     client = Client(rig.tier)
