@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,7 @@ def refinement(rows: Rows) -> None:
     for tokens, form in REFINED.items():
         with device_cache(form, 2, (CONTEXT - 1,)) as layers:
             out = torch.empty(1, HEADS, 128, device=CUDA, dtype=torch.float16)
-            for refiners in (16, 32, 64):
+            for refiners in (16, 32):
                 work = layers.work(refiners)
                 for fraction in FRACTIONS:
                     rows.add("refinement", f"groups of {tokens}, {fraction}, {refiners} refiners",
@@ -253,10 +254,23 @@ def encoding(rows: Rows) -> None:
 
 def step(rows: Rows) -> None:
     """Whole steps of Llama-3.1-8B's shape at 128K, and each kernel's part of them: how often, and microseconds."""
-    setup = LongSetup(KvOptions(2, 2), CONTEXT, rounds=3)
-    bench_long_context(
-        SHAPES["llama-3.1-8b"], setup, CUDA, lambda row: rows.add("step", row.pop("name"), **row), profiled
-    )
+    config, plain = SHAPES["llama-3.1-8b"], KvOptions(2, 2)
+    store = plain.slots_of(config, CONTEXT + 64)
+    setups = {
+        "1/128": LongSetup(plain, CONTEXT, rounds=3),
+        "1/256": LongSetup(replace(plain, fraction=Fraction(1, 256)), CONTEXT, rounds=2, float16=False),
+        "groups of 16": LongSetup(replace(plain, group_tokens=16), CONTEXT, rounds=2, float16=False),
+        **{
+            f"{share}% hot": LongSetup(
+                plain, CONTEXT, rounds=2, float16=False, hot_bytes=store * share // 100 + (64 << 20)
+            )
+            for share in (100, 90, 50)
+        },
+    }
+    for name, setup in setups.items():
+        bench_long_context(
+            config, setup, CUDA, lambda row, n=name: rows.add("step", f"{row.pop('name')}, {n}", **row), profiled
+        )
 
 
 def profiled(decoder: GraphDecoder) -> dict[str, Any]:

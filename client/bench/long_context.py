@@ -47,6 +47,8 @@ class LongSetup:
     rounds: int = 5
     hot_bytes: int = 0
     """Device memory for a part of the records."""
+    float16: bool = True
+    """Measure a cache in float16, too."""
 
     def __post_init__(self) -> None:
         if self.start % TILE_TOKENS or self.tokens > TILE_TOKENS:
@@ -73,10 +75,10 @@ def bench_long_context(
     rows: list[Row] = []
     for base in setup.bases:
         model = random_model(config, base, device)
-        half = 0.0
+        first = 0.0
         for row in _rows(model, setup, also):
-            half = half or row["tokens_per_second"]
-            rows.append({"base": base, **row, "of_float16": row["tokens_per_second"] / half})
+            first = first or row["tokens_per_second"]
+            rows.append({"base": base, **row, "of_first": row["tokens_per_second"] / first})
             on_row(rows[-1])
     return rows
 
@@ -84,8 +86,9 @@ def bench_long_context(
 def _rows(model: DeviceModel, setup: LongSetup, also: Also) -> Iterator[Row]:
     config, kv = model.config, setup.kv
     context = setup.start + setup.tokens
-    size = HalfCache.bytes_for(config, context)
-    yield {"name": "float16 cache", "cache_bytes": size, **_time(model, setup, also, None, None)}
+    if setup.float16:
+        size = HalfCache.bytes_for(config, context)
+        yield {"name": "float16 cache", "cache_bytes": size, **_time(model, setup, also, None, None)}
     size, widths = LowBitCache.bytes_for(config, context, kv), f"{kv.key_bits}/{kv.value_bits}"
     cache = LowBitCache(config, context, model.device, replace(kv, fraction=Fraction(0)))
     yield {"name": f"{widths} cache", "cache_bytes": size, **_time(model, setup, also, cache, None)}

@@ -222,6 +222,6 @@ def test_bench_rows_differ_by_the_cache(prepared: PreparedModel, monkeypatch: py
     config = replace(prepared.config, layers=1)
     half, low, refined = bench_long_context(config, LongSetup(OPTIONS, LENGTH, tokens=1, rounds=1), CPU)
     assert [row["name"] for row in (half, low, refined)] == ["float16 cache", "2/2 cache", "2/2 cache + 4/4"]
-    assert half["of_float16"] == 1
+    assert half["of_first"] == 1
     assert low["cache_bytes"] < half["cache_bytes"]
     assert refined["hit_rate"] == 1
