@@ -153,6 +153,9 @@ class Guesses:
         self.blocks = blocks
         self._cache, self._reader = cache, reader
 
+    def begin_layer(self, layer: int) -> None:
+        """Slots are taken at once."""
+
     def channels(self, layer: int, set_index: int, x: NDArray[np.float32]) -> None:
         """Not wanted."""
 

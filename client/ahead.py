@@ -22,6 +22,9 @@ from strataflux.client.throttle import Seen, Throttle
 
 __all__ = ["GuessedChannels", "GuessedGroups", "PrefetchTarget", "ReadAhead"]
 
+_RENEW_LAYERS: Final = 4
+"""What is read for a step takes slots that stay taken until the step lets go of them. A token on a CPU takes tens of
+milliseconds and, with a small cache, more slots than the daemon keeps free; so it lets go every so many layers."""
 _WEIGHTS: Final = 0
 """Number of the weight store's table."""
 _Guess = tuple[NDArray[np.int64], NDArray[np.uint8]]
@@ -32,6 +35,9 @@ class PrefetchTarget(Protocol):
 
     def prefetch(self, table: int, oids: NDArray[np.int64], scores: NDArray[np.uint8], most: int) -> int:
         """Ask for those of ``oids`` [n] that are absent, the first ``most`` of them at most; how many."""
+
+    def renew(self) -> None:
+        """Let evicted slots be filled again, within a step; what was found so far is void."""
 
     def stats(self) -> SessionStats:
         """What was counted so far."""
@@ -97,6 +103,11 @@ class ReadAhead:
     def groups_wanted(self) -> bool:
         """Whether groups are."""
         return self.on and self._cache is not None and self._kv.share > 0
+
+    def begin_layer(self, layer: int) -> None:
+        """As :class:`~strataflux.client.runtime.decoder.Foresight`."""
+        if self.on and layer and layer % _RENEW_LAYERS == 0:
+            self._target.renew()
 
     def channels(self, layer: int, set_index: int, x: NDArray[np.float32]) -> None:
         """As :class:`~strataflux.client.runtime.decoder.Foresight`."""

@@ -18,8 +18,8 @@ is called from the keeper's thread.
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strataflux.cache_policy.miss import Budget, MissPolicy, Skip, Wait
-from strataflux.client import attach_block, directory
+from strataflux.client import attach_block, directory, forks
 from strataflux.client.attach import Attachment, AttachRequest
 from strataflux.client.errors import MisuseError
 from strataflux.client.keeper import Event, Keeper, attach_patiently
@@ -95,7 +95,7 @@ class Session:
         """Block ids and puts; None without KV."""
         self._keeper = Keeper(request, self._attachment, self, on_event, pause)
         self._keeper.start()
-        _SESSIONS.add(self)
+        forks.watch(self)
 
     @classmethod
     def attach(
@@ -209,6 +209,16 @@ class Session:
             self._attachment.ring_doorbell()
         return asked
 
+    def renew(self) -> None:
+        """Let go, within a long step, of what was found: addresses are void, slots that were evicted meanwhile are
+        free again. The daemon counts one step more; whether all of it was valid, ``Step.end`` says.
+
+        Raises:
+            MisuseError: outside a step.
+        """
+        self._require_step()
+        self._pause(lambda: None)
+
     def absent(self, table: int, oids: NDArray[np.int64]) -> int:
         """How many of ``oids`` (int64 [n], bounded by the caller) are not resident but may come. Asks for nothing;
         between steps, too. For measuring: a decode loop looks up instead.
@@ -316,7 +326,9 @@ class Session:
             # Asked before the look-up: what comes between the two is found by it, and the rest never comes.
             complete = directory.absent_count(self._block, table, oids) == 0
             if not complete:
-                self._sleep_outside(table, oids, deadline)
+                until = min(deadline, time.monotonic_ns() + _NAP_NANOSECONDS)
+                ring = self._attachment.ring_doorbell
+                self._pause(partial(sleep_until_filled, self._block, ring, table, oids, until, deadline))
                 waited, late = True, time.monotonic_ns() >= deadline
             hits = self._look_up(table, oids, scores, addresses, again=True)
             if complete:
@@ -329,11 +341,10 @@ class Session:
         """Somebody fills what is absent."""
         return self._attachment.filling and bool(self._block[attach_block.ENABLED])
 
-    def _sleep_outside(self, table: int, oids: NDArray[np.int64], deadline: int) -> None:
-        """End the step, sleep until nothing of ``oids`` is absent, for a nap at most, and begin another."""
+    def _pause(self, meanwhile: Callable[[], None]) -> None:
+        """End the step, do something, and begin another."""
         self._close_step()
-        until = min(deadline, time.monotonic_ns() + _NAP_NANOSECONDS)
-        sleep_until_filled(self._block, self._attachment.ring_doorbell, table, oids, until, deadline)
+        meanwhile()
         with self._lock:
             self._run_queued()
         self._open_step()
@@ -376,22 +387,11 @@ class Session:
         if self.kv is not None:
             self.kv.replaced()
 
-    def _forget_in_child(self) -> None:
-        """After fork: the maps do not exist here (MADV_DONTFORK), the connection is the parent's."""
+    def forget_in_child(self) -> None:
+        """The maps do not exist here (MADV_DONTFORK), the connection is the parent's."""
         self._lock = threading.Lock()
         self._state = DETACHED
         self._inside = False
         self._queued.clear()
         self._attachment.close()
         self._keeper.forget_in_child()
-
-
-_SESSIONS: Final[weakref.WeakSet[Session]] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for session in list(_SESSIONS):
-        session._forget_in_child()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -77,6 +77,9 @@ class Foresight(Protocol):
     def groups_wanted(self) -> bool:
         """Whether :meth:`groups` is."""
 
+    def begin_layer(self, layer: int) -> None:
+        """``layer`` begins: nothing that was looked up for those before it is read any more. Never raises."""
+
     def channels(self, layer: int, set_index: int, x: NDArray[np.float32]) -> None:
         """``x`` [inputs] is about what ``SETS[set_index]`` of ``layer`` will read. Not kept. Never raises."""
 
@@ -188,6 +191,8 @@ class Decoder:
         hidden = weights.embedding[token].clone()
         self.cache.begin_step()
         for layer in range(weights.config.layers):
+            if self._foresight is not None:
+                self._foresight.begin_layer(layer)
             x = self._read(hidden, 2 * layer)
             mixed = self._attend(layer, self._project(layer, 0, x))
             self._write(hidden, 2 * layer + 1, mixed)

@@ -139,6 +139,17 @@ def test_groups_are_asked_for_ahead_too(prepared: PreparedModel, daemon: FakeDae
     assert tables == {0, 1}
 
 
+def test_a_long_token_lets_go_of_slots_every_few_layers(tmp_path: Path, tiny_source: Any) -> None:
+    prepared = prepare(tiny_source.with_config(layers=9), tmp_path / "deep", PrepareSettings())
+    with (
+        FakeDaemon(tmp_path, [open_store(prepared.store)], ring_log2=14) as daemon,
+        attach(prepared, daemon) as plain,
+        attach(prepared, daemon, ahead=1.0) as ahead,
+    ):
+        assert torch.equal(plain.step(5), ahead.step(5))
+        assert [daemon.word(session, "step_ended") for session in range(2)] == [1, 3]
+
+
 def test_a_step_that_is_run_again_asks_for_nothing(prepared: PreparedModel, daemon: FakeDaemon) -> None:
     with attach(prepared, daemon, ahead=1.0) as model:
         model.step(5)

@@ -108,6 +108,22 @@ def test_a_daemon_that_naps_is_woken(session: Session, daemon: FakeDaemon) -> No
             pass
 
 
+def test_a_long_step_lets_go_of_slots_and_learns_what_came_of_all_of_it(session: Session, daemon: FakeDaemon) -> None:
+    daemon.publish(0, *OIDS.tolist())
+    with session.step() as step:
+        session.lookup(0, OIDS, SCORES, np.zeros(4, np.uint64))
+        first = daemon.word(0, "step_begun")
+        session.renew()
+        assert (daemon.word(0, "step_ended"), daemon.word(0, "step_begun")) == (first, first + 1)
+        daemon.fence()
+        session.renew()
+        session.renew()
+        assert not step.end()
+    assert session.stats().steps_invalid == 1
+    with pytest.raises(MisuseError, match="no open step"):
+        session.renew()
+
+
 def test_a_fenced_session_asks_for_nothing(session: Session, daemon: FakeDaemon) -> None:
     daemon.fence()
     with session.step():

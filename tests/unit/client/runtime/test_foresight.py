@@ -27,6 +27,10 @@ class Seer:
         self.groups_wanted = groups
         self.inputs: dict[tuple[int, int], NDArray[np.float32]] = {}
         self.queries: dict[int, Tensor] = {}
+        self.begun: list[int] = []
+
+    def begin_layer(self, layer: int) -> None:
+        self.begun.append(layer)
 
     def channels(self, layer: int, set_index: int, x: NDArray[np.float32]) -> None:
         self.inputs[layer, set_index] = x.copy()
@@ -68,6 +72,7 @@ def test_a_stream_that_stays_is_foreseen_exactly(tiny_source: Any, architecture:
     decoder = Decoder(weights, 8, watcher, watcher, foresight=seer)
     for token in TOKENS:
         decoder.step(token)
+    assert seer.begun == [0, 1, 2] * len(TOKENS)
     # Nothing comes before the first layer's own input.
     assert sorted(seer.inputs) == [(0, 2), (1, 0), (1, 2), (2, 0), (2, 2)]
     assert sorted(seer.queries) == [1, 2]
