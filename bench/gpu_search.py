@@ -51,6 +51,9 @@ def search(rows: Rows, base: Base, share: float = 0.95) -> None:
         alone = rate({}, 0.0, {})
         empty = rate({"o": 0}, 1.5, {})
         rows.add("search", f"{base}, alone", tokens_per_second=alone, nothing_selected=empty / alone)
+        for k, shift in itertools.product((1, 4, 8), (1.5, 2.0)):
+            common = rate(dict.fromkeys(SETS, k), shift, {})
+            rows.add("search", f"{base}, k {k}, shift {shift}", of_base=common / alone)
         kept = {name: {k: rate({name: k}, 1.5, {}) / alone for k in (1, 8)} for name in SETS}
         for name, shares in kept.items():
             rows.add("search", f"{base}, {name} alone", of_base={f"k {k}": share for k, share in shares.items()})

@@ -9,6 +9,9 @@ three errands, each in a later launch than the one before: *select* channels, *f
 * a set that writes to it at position w, its product being launch ``2w - 1``, is added before the state at
   ``w + behind``, at the latest beside the product ``2 · (w + behind) - 1`` that is added there, too.
 
+A selection takes as long as the shortest products. One that would ride on such a one waits for the next but one, which
+is longer, where few records are left to be fetched in less time.
+
 Between selecting and adding, records are fetched wherever the link has time; what is due first comes first. What has no
 launch between (the first layer's readers, the last layer's ``down``, every set with behind = 0) has no route: it is
 refined beside the launches, and its consumer waits.
@@ -22,6 +25,8 @@ __all__ = ["Link", "Part", "Route", "plan_routes", "ring_size"]
 _SETS: Final = 4
 _LEAST: Final = 1024
 """Pieces: less is not worth an errand of its own, unless it is due."""
+_SPARE: Final = 3
+"""A selection waits where the link could bring so many times its records afterwards: it is not alone."""
 
 
 class Link(NamedTuple):
@@ -75,7 +80,7 @@ def plan_routes(layers: int, behind: Sequence[int], pieces: Mapping[int, int], c
         if behind[number]:
             make = _reader if number % 2 == 0 else _writer
             found = (make(layer, number, behind[number], layers) for layer in range(layers))
-            routes += [route for route in found if route is not None]
+            routes += [_waiting(route, pieces[number], capacity) for route in found if route is not None]
     return sorted(_with_parts(routes, pieces, capacity, _SETS * layers), key=lambda one: (one.select, one.number))
 
 
@@ -105,6 +110,14 @@ def _writer(layer: int, number: int, behind: int, layers: int) -> Route | None:
         return Route(layer, number, -1, target, own, (), last)
     # Beside the next product, and beside the last but one, there is more room than beside those of writers.
     return Route(layer, number, -1, target, own + 1, (), last - 1 if last >= own + 6 else last)
+
+
+def _waiting(route: Route, pieces: int, capacity: Sequence[int]) -> Route:
+    """The route with its selection beside a longer product, if enough time is left to fetch."""
+    later = route.select + _SETS // 2
+    left = sum(capacity[launch % _SETS] for launch in range(later + 1, route.add))
+    longer = capacity[later % _SETS] > capacity[route.select % _SETS]
+    return route._replace(select=later) if longer and left >= _SPARE * pieces else route
 
 
 def _with_parts(
