@@ -6,7 +6,8 @@ A real daemon with a real store, and one session that looks its records up step 
 between steps as long as a decoder takes. The steps are those of a recorded trace of weights, over and over, or Zipf
 draws. First they run until the cache is as warm as it gets (``steady``: its last 64 steps); then the daemon is stopped
 and started again, once with its state folder and once without, and the steps go on where they were, at once. Exit code
-1 if the first 64 warm steps hit less than 0.9 of steady.
+1 if the first 64 warm steps hit less than 0.9 of steady. Where requests were dropped, the device or the CPU was too
+slow for the steps, and the rates say more of that than of the cache: give it more time with --step-ms.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from service_report import machine, write_report
 
 from strataflux.cache_policy.simulate import Trace
 from strataflux.client.bench.fill import FillSetup, bench_store, default_folder
+from strataflux.client.control import Control
 from strataflux.client.launch import PrivateDaemon
 from strataflux.client.session import Session
 from strataflux.client.traces import load_traces
@@ -76,14 +79,19 @@ def attach(daemon: PrivateDaemon, manifest: StoreManifest, steps: Steps) -> Sess
     return Session.attach([manifest], selections_per_step=per_step, runtime_dir=daemon.runtime_dir)
 
 
-def life(daemon: PrivateDaemon, manifest: StoreManifest, steps: Steps, counts: list[int]) -> list[float]:
-    """One daemon from start to stop: the hit rate of each run of so many steps. It is stopped with the session open."""
-    daemon.start()
-    try:
+def life(daemon: PrivateDaemon, manifest: StoreManifest, steps: Steps, counts: list[int]) -> tuple[list[float], int]:
+    """One daemon from start to stop: the hit rate of each run of so many steps, and how many requests it could not
+    serve. It is stopped with the session open.
+    """
+    with ExitStack() as after, ExitStack() as stack:
+        daemon.start()
+        stack.callback(daemon.stop)
         session = attach(daemon, manifest, steps)
-        return [steps.run(session, count) for count in counts]
-    finally:
-        daemon.stop()
+        after.callback(session.close)
+        rates = [steps.run(session, count) for count in counts]
+        with Control(daemon.runtime_dir) as control:
+            requests = control.stats().requests
+        return rates, requests.dropped_queue + requests.dropped_grace + requests.dropped_ring
 
 
 def measure(trace: Trace, capacity: float, policy: str, rest_seconds: float, warm_steps: int) -> dict[str, Any]:
@@ -100,13 +108,14 @@ def measure(trace: Trace, capacity: float, policy: str, rest_seconds: float, war
                 del os.environ["STATE_DIRECTORY"]
             daemon = PrivateDaemon([manifest.folder], weight_cache_bytes=cache_bytes, policy=policy)
             if kind == "steady":
-                found["cold_at_first"], _, found[kind] = life(
-                    daemon, manifest, steps, [FIRST_STEPS, warm_steps, FIRST_STEPS]
-                )
+                rates, dropped = life(daemon, manifest, steps, [FIRST_STEPS, warm_steps, FIRST_STEPS])
+                found[kind], found["dropped"] = rates[-1], dropped
                 resume = steps.next
                 continue
             steps.next = resume
-            found[kind], found[f"{kind}_later"] = life(daemon, manifest, steps, [FIRST_STEPS, FIRST_STEPS])
+            (found[kind], found[f"{kind}_later"]), found[f"{kind}_dropped"] = life(
+                daemon, manifest, steps, [FIRST_STEPS, FIRST_STEPS]
+            )
     found["warm_to_steady"] = found["warm"] / found["steady"]
     found["cold_to_steady"] = found["cold"] / found["steady"]
     return found

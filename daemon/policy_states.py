@@ -14,7 +14,7 @@ from strataflux.proto import layout
 __all__ = ["flat", "make_states", "places_shift"]
 
 _UNITS_SHIFT = layout.UNITS_PER_PAGE.bit_length() - 1
-_KEYS_A_SLOT = 8
+_KEYS_A_SLOT = 2  # of KV, whose slots are mostly larger than the smallest that there could be
 
 
 def make_states(policy: str, places: int, records: int, kv_pages: int) -> tuple[Any, Any]:
