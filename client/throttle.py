@@ -1,8 +1,8 @@
 """How much is asked for ahead: as much as pays, nothing where it does not, and a little now and then to learn again.
 
 A prefetch that is used turned a miss into a hit. One that is not took the place of the record that was used least
-recently, and a read. Measured on SmolLM2 (docs/CACHING.md, "Running ahead of misses"): with 40 % of them used
-divergence falls by two thirds, with 34 % it stays, with 12 % it rises. So the bound is a quarter.
+recently, and a read. Measured on SmolLM2 (docs/CACHING.md, "Running ahead of misses"): with 41 % of them used
+divergence falls by two thirds, with 12 % it rises. The bound lies between, at a quarter.
 """
 
 from dataclasses import dataclass

@@ -160,12 +160,6 @@ class FakeDaemon:
         """Move the daemon's clock."""
         store_word(self._page.address + layout.offset_of(layout.DAEMON_PAGE, "clock"), clock)
 
-    def count_prefetches(self, session: int, counts: dict[str, tuple[int, int]]) -> None:
-        """Say in a session's view what became of its prefetches, by name: of weights, of KV."""
-        view = self.sessions[session].view.view(layout.SESSION_VIEW)
-        for name, pair in counts.items():
-            view[f"prefetch_{name}"][0] = pair
-
     def word(self, session: int, name: str) -> int:
         """A word of a session's page, as the daemon sees it."""
         page = self.sessions[session].page.view(layout.SESSION_PAGE)

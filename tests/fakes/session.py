@@ -82,3 +82,9 @@ class FakeSession:
     def inside(self) -> bool:
         """The session is inside a step."""
         return load_word(self.page_at("step_begun")) != load_word(self.page_at("step_ended"))
+
+    def count_prefetches(self, counts: dict[str, tuple[int, int]]) -> None:
+        """Say in the session's view what became of its prefetches, by name: of weights, of KV."""
+        view = self.view.view(layout.SESSION_VIEW)
+        for name, pair in counts.items():
+            view[f"prefetch_{name}"][0] = pair

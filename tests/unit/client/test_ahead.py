@@ -170,7 +170,7 @@ def test_a_step_that_is_run_again_asks_for_nothing(prepared: PreparedModel, daem
 def test_it_rests_where_it_does_not_pay(prepared: PreparedModel, daemon: FakeDaemon) -> None:
     with attach(prepared, daemon, ahead=1.0) as model:
         for window in range(1, 6):
-            daemon.count_prefetches(0, {"fills": (100 * window, 0), "unused": (100 * window, 0)})
+            daemon.sessions[0].count_prefetches({"fills": (100 * window, 0), "unused": (100 * window, 0)})
             for _ in range(16):
                 model.step(5)
         before = model.stats().weight_prefetches.asked

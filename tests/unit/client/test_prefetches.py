@@ -65,7 +65,7 @@ def test_half_of_the_ring_is_for_misses(session: Session, daemon: FakeDaemon) ->
 def test_what_became_of_them_is_the_daemons_word(session: Session, daemon: FakeDaemon) -> None:
     with session.step():
         session.prefetch(0, OIDS, SCORES, 4)
-        daemon.count_prefetches(0, {"fills": (3, 0), "used": (2, 0), "unused": (1, 0), "dropped": (1, 0)})
+        daemon.sessions[0].count_prefetches({"fills": (3, 0), "used": (2, 0), "unused": (1, 0), "dropped": (1, 0)})
     found = session.stats().weight_prefetches
     assert found == PrefetchCounts(asked=4, fills=3, used=2, unused=1, dropped=1)
     assert found.useful == pytest.approx(2 / 3)
@@ -79,13 +79,13 @@ def test_counts_go_on_over_attachments_and_the_end(tmp_path: Path, daemon: FakeD
     )
     with session.step():
         session.prefetch(0, OIDS, SCORES, 4)
-        daemon.count_prefetches(0, {"fills": (3, 0)})
+        daemon.sessions[0].count_prefetches({"fills": (3, 0)})
     daemon.hang_up()
     watch.let_go()
     watch.until("attached")
     with session.step():
         session.prefetch(0, OIDS, SCORES, 1)
-        daemon.count_prefetches(0, {"fills": (1, 0)})
+        daemon.sessions[0].count_prefetches({"fills": (1, 0)})
     session.close()
     assert session.stats().weight_prefetches == PrefetchCounts(asked=5, fills=4)
 
