@@ -79,6 +79,15 @@ class FsqHeads:
         key_bias, value_bias = layer.decoder_bias.view(2, kv_heads, -1)
         return cls(layer.grid, keys, key_bias, values, value_bias, frequencies, key_norm, epsilon)
 
+    def to(self, device: torch.device) -> "FsqHeads":
+        """The same heads on ``device``."""
+        keys, key_bias, values, value_bias, frequencies = (
+            t.to(device)
+            for t in (self.key_decoder, self.key_bias, self.value_decoder, self.value_bias, self.frequencies)
+        )
+        norm = None if self.key_norm is None else self.key_norm.to(device)
+        return FsqHeads(self.grid, keys, key_bias, values, value_bias, frequencies, norm, self.epsilon)
+
     @property
     def kv_heads(self) -> int:
         """KV heads."""

@@ -3,7 +3,7 @@
 // fsq_scores: a block rebuilds the keys of one KV head. The head's decoder stays in shared memory; codes come in blocks
 // of 64 tokens, one a warpgroup, and become the left side of products in registers. A thread has channels d and d + D/2
 // of two tokens next to each other, so that norm and rotation need no exchange but one sum of four lanes.
-// fsq_mix: softmax and sums of codes, of all heads at once, since they share the codes.
+// fsq_mix.cu comes next: softmax and sums of codes, of all heads at once, since they share the codes.
 
 #include "fsq_device.cuh"
 
@@ -14,32 +14,6 @@ template <Kind KIND> struct Sum { typedef float Type; };
 template <> struct Sum<INT8> { typedef u32 Type; };
 __device__ __forceinline__ float as_float(float x) { return x; }
 __device__ __forceinline__ float as_float(u32 x) { return __int_as_float((int)x); }
-
-// Byte 4c … 4c + 3 of what a token has of a chunk of LEFT < 16 bytes; zeros beyond.
-template <int LEFT>
-__device__ __forceinline__ u32 last_word(const u8* row, int c) {
-  u32 v = 0;
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    if (4 * c + i < LEFT) v |= (u32)row[4 * c + i] << (8 * i);
-  return v;
-}
-// Eight levels of a token, of the quarter c of a chunk of 16 bytes a token.
-template <int BYTES>
-__device__ __forceinline__ u32 code_word(const u8* block, int chunk, int token, int c) {
-  if (chunk < BYTES / 16) return *(const u32*)(block + chunk * 1024 + token * 16 + 4 * c);
-  return last_word<BYTES % 16>(block + BYTES / 16 * 1024 + token * (BYTES % 16), c);
-}
-
-// The same from shared memory, where reading on is allowed: no branches, for the sake of the products between them.
-template <int BYTES>
-__device__ __forceinline__ u32 shared_word(const u8* block, int chunk, int token, int c) {
-  if (chunk < BYTES / 16) return code_word<BYTES>(block, chunk, token, c);
-  const int LEFT = BYTES % 16, at = token * LEFT + 4 * c, bits = 8 * (LEFT - 4 * c);
-  const u32* words = (const u32*)(block + BYTES / 16 * 1024) + at / 4;
-  const u32 mask = bits >= 32 ? ~0u : bits > 0 ? (1u << bits) - 1 : 0;
-  return __funnelshift_r(words[0], words[1], 8 * (at % 4)) & mask;
-}
 
 template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, bool NORM, int SHARES>
 struct Scores {
@@ -65,7 +39,7 @@ struct Scores {
     for (int i = 0; i < 4; i += STEPS_A_CHUNK) {
       if (i >= count) break;
       const int chunk = (first + i) / STEPS_A_CHUNK;
-      u32 low = shared_word<BYTES>(codes, chunk, token, c), high = shared_word<BYTES>(codes, chunk, token + 8, c);
+      u32 low = code_word<BYTES>(codes, chunk, token, c), high = code_word<BYTES>(codes, chunk, token + 8, c);
       if constexpr (KIND == HALF) {
 #pragma unroll
         for (int s = 0; s < 2; s++) {
@@ -147,9 +121,9 @@ struct Scores {
   }
 };
 
-// Logits for powers of two, [batch, heads, blocks · 64]; those of tokens beyond a sequence's length mean nothing. In
-// shares of the channels: sums [batch, shares, heads, ...] for fsq_join, and in `squares` those of squares, at each KV
-// head's first.
+// Logits for powers of two, [batch, blocks, heads, 64], each head's where logit_place says; those of tokens beyond a
+// sequence's length mean nothing. In shares of the channels: sums for fsq_join, [batch, shares, blocks, heads, 64], and
+// sums of squares, [batch, shares, blocks, KV heads, 64].
 template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, bool NORM, bool ORDERED, int SHARES>
 __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
     const u8* codes, const u8* images, const float4* affine, const u32* gamma, const float2* scalars, const uint2* base,
@@ -217,12 +191,19 @@ __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
     Of::score(found, summed, acc, (const float4*)(shared + Of::AT_AFFINE), (const u32*)(shared + Of::AT_GAMMA),
               (const uint2*)(shared + Of::AT_TURNS + (2 * team + parity) * Of::TURN), cosine, sine,
               (const u32*)(shared + Of::AT_QUERIES) + g * Of::QUERY, scalar, at);
-    const u64 row = (u64)((sequence * SHARES + share) * kv_heads + head) * GROUP * blocks * 64 + tile * 64 + token;
-    float* to = scores + row + (u64)(2 * c) * blocks * 64;
-    if (SHARES > 1 && c == 0) squares[row] = summed[0], squares[row + 8] = summed[2];
+    const int heads = kv_heads * GROUP;
+    float* to = SHARES == 1 ? scores + ((u64)sequence * blocks + tile) * heads * 64
+                            : scores + ((u64)(sequence * SHARES + share) * blocks + tile) * heads * 64;
+    if (SHARES > 1 && c == 0) {
+      float* sums = squares + ((u64)(sequence * SHARES + share) * blocks + tile) * kv_heads * 64 + head * 64;
+      sums[token] = summed[0], sums[token + 8] = summed[2];
+    }
 #pragma unroll
     for (int i = 0; i < 2; i++)
-      if (2 * c + i < GROUP) to[(u64)i * blocks * 64] = found[i], to[(u64)i * blocks * 64 + 8] = found[2 + i];
+      if (2 * c + i < GROUP) {
+        const int row = head * GROUP + 2 * c + i;
+        to[64 * row + logit_place(row, token)] = found[i], to[64 * row + logit_place(row, token + 8)] = found[2 + i];
+      }
   }
 }
 
@@ -231,148 +212,17 @@ template <int D, int GROUP, bool NORM, int SHARES>
 __global__ void __launch_bounds__(256) fsq_join(
     const float* sums, const float* squares, const float2* scalars, float* scores, int kv_heads, int blocks) {
   const int pieces = (blocks + 3) / 4, heads = kv_heads * GROUP, row = blockIdx.x / pieces;
-  const int at = blockIdx.x % pieces * 256 + threadIdx.x, head = row % heads, sequence = row / heads;
-  if (at >= blocks * 64) return;
+  const int tile = blockIdx.x % pieces * 4 + threadIdx.x / 64, head = row % heads, sequence = row / heads;
+  if (tile >= blocks) return;
+  const int token = threadIdx.x % 64, place = 64 * head + logit_place(head, token);
   const float2 scalar = scalars[head / GROUP];
   float sum = 0, square = 0;
 #pragma unroll
   for (int i = 0; i < SHARES; i++) {
-    const u64 first = (u64)(sequence * SHARES + i) * heads;
-    sum += sums[(first + head) * blocks * 64 + at];
-    if (NORM) square += squares[(first + head / GROUP * GROUP) * blocks * 64 + at];
+    const u64 block = (u64)(sequence * SHARES + i) * blocks + tile;
+    sum += sums[block * heads * 64 + place];
+    if (NORM) square += squares[block * kv_heads * 64 + head / GROUP * 64 + token];
   }
-  scores[(u64)row * blocks * 64 + at] = sum * scalar.y * (NORM ? rsqrtf(square * (1.0f / D) + scalar.x) : 1.0f);
-}
-
-// Centres plus a half, q - 8, of two tokens' levels number 0 … 3 of a word pair's halves.
-__device__ __forceinline__ u32 centres(u32 pair, int level) {
-  const u32 v = level & 2 ? pair >> 8 : pair;
-  return level & 1 ? fma_halves(v & 0x00F000F0u | 0x64006400u, 0x2C002C00u, 0xD480D480u)   // (1024 + 16 q) / 16 - 72
-                   : fma_halves(v & 0x000F000Fu | 0x64006400u, 0x3C003C00u, 0xE408E408u);  // 1024 + q - 1032
-}
-
-// A lane's sums of a span with maxima and totals of its two rows: put away, and added to others.
-__device__ __forceinline__ void keep_part(float* to, const float (&sums)[8][4], const float (&most)[2], const float (&total)[2]) {
-#pragma unroll
-  for (int i = 0; i < 32; i++) to[i] = sums[i / 4][i % 4];
-#pragma unroll
-  for (int r = 0; r < 2; r++) to[32 + r] = most[r], to[34 + r] = total[r];
-}
-__device__ __forceinline__ void add_part(const float* from, float (&sums)[8][4], float (&most)[2], float (&total)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const float other = from[32 + r], least = -1e30f, both = fmaxf(fmaxf(most[r], other), least);
-    const float keep = power(most[r] - both), gain = power(other - both);  // 0 for parts without tokens
-    total[r] = total[r] * keep + from[34 + r] * gain, most[r] = fmaxf(most[r], other);
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-#pragma unroll
-      for (int n = 2 * r; n < 2 * r + 2; n++) sums[i][n] = sums[i][n] * keep + from[4 * i + n] * gain;
-  }
-}
-
-// Parts of all heads' sums: a warp has SPANS spans of 64 coordinates, of every TURNS-th block of the block's range.
-// Warps that take turns are merged at the end. parts [batch, heads, splits, 64 · spans], tops and totals without the last.
-template <int BYTES, int SPANS, int TURNS>
-__global__ void __launch_bounds__(32 * ((BYTES + 31) / 32 + SPANS - 1) / SPANS * TURNS) fsq_mix(
-    const u8* codes, const float* scores, const int* lengths, float* parts, float* tops, float* totals, int heads,
-    int splits, int blocks) {
-  const int ALL = (BYTES + 31) / 32, LANES = (ALL + SPANS - 1) / SPANS, CHUNKS = (BYTES + 15) / 16, ROWS = 16;
-  const int rounds = (heads + ROWS - 1) / ROWS;
-  const int round = blockIdx.x % rounds, split = blockIdx.x / rounds % splits, sequence = blockIdx.x / rounds / splits;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const int span = warp % LANES * SPANS, turn = warp / LANES;
-  const int length = lengths[sequence], tiles = (length + 63) / 64;
-  const int first = (int)((u64)tiles * split / splits), last = (int)((u64)tiles * (split + 1) / splits);
-  float sums[SPANS][8][4] = {}, most[2], total[2] = {};
-  most[0] = most[1] = -__int_as_float(0x7F800000);
-
-  for (int tile = first + turn; tile < last; tile += TURNS) {
-    const u8* block = codes + ((u64)sequence * blocks + tile) * (64 * BYTES);
-    float logits[4][2][4];  // step of 16 tokens, row, tokens 2c, 2c + 1, 2c + 8, 2c + 9
-    float new_most[2] = {most[0], most[1]};
-#pragma unroll
-    for (int s = 0; s < 4; s++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int head = ROWS * round + g + 8 * r;
-        const float* row = scores + ((u64)sequence * heads + (head < heads ? head : heads - 1)) * blocks * 64 + tile * 64;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const float2 two = *(const float2*)(row + 16 * s + 8 * i + 2 * c);
-          const int at = tile * 64 + 16 * s + 8 * i + 2 * c;
-          logits[s][r][2 * i] = at < length ? two.x : -__int_as_float(0x7F800000);
-          logits[s][r][2 * i + 1] = at + 1 < length ? two.y : -__int_as_float(0x7F800000);
-          new_most[r] = fmaxf(new_most[r], fmaxf(logits[s][r][2 * i], logits[s][r][2 * i + 1]));
-        }
-      }
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      new_most[r] = fmaxf(new_most[r], __shfl_xor_sync(EVERY, new_most[r], 1));
-      new_most[r] = fmaxf(new_most[r], __shfl_xor_sync(EVERY, new_most[r], 2));
-      const float keep = power(most[r] - new_most[r]);
-      most[r] = new_most[r], total[r] *= keep;
-#pragma unroll
-      for (int u = 0; u < SPANS; u++)
-#pragma unroll
-        for (int j = 0; j < 8; j++) sums[u][j][2 * r] *= keep, sums[u][j][2 * r + 1] *= keep;
-    }
-#pragma unroll
-    for (int s = 0; s < 4; s++) {
-      u32 a[4];
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        float p[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) p[i] = power(logits[s][r][i] - most[r]), total[r] += p[i];
-        a[r] = halves(p[0], p[1]), a[2 + r] = halves(p[2], p[3]);
-      }
-#pragma unroll
-      for (int u = 0; u < SPANS; u++) {
-        const int chunk = 2 * (span + u) + g / 4;
-        u32 words[4] = {};
-        if (chunk < CHUNKS)
-#pragma unroll
-          for (int i = 0; i < 4; i++) words[i] = code_word<BYTES>(block, chunk, 16 * s + 2 * c + (i & 1) + 4 * (i & 2), g % 4);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const u32 near = __byte_perm(words[0], words[1], half ? 0x7632 : 0x5410);
-          const u32 far = __byte_perm(words[2], words[3], half ? 0x7632 : 0x5410);
-#pragma unroll
-          for (int j = 0; j < 4; j++) multiply(sums[u][4 * half + j], a, centres(near, j), centres(far, j));
-        }
-      }
-    }
-  }
-
-  if constexpr (TURNS > 1) {
-    __shared__ float left[(TURNS - 1) * 32 * LANES][37];  // an odd number of words: lanes never meet in a bank
-    const int place = warp % LANES * 32 + lane;
-    if (turn > 0) keep_part(left[(turn - 1) * 32 * LANES + place], sums[0], most, total);
-    __syncthreads();
-    if (turn > 0) return;
-    for (int i = 0; i < TURNS - 1; i++) add_part(left[i * 32 * LANES + place], sums[0], most, total);
-  }
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    total[r] += __shfl_xor_sync(EVERY, total[r], 1);
-    total[r] += __shfl_xor_sync(EVERY, total[r], 2);
-    const int head = ROWS * round + g + 8 * r;
-    if (head >= heads) continue;
-    const u64 piece = ((u64)sequence * heads + head) * splits + split;
-    if (span == 0 && c == 0) tops[piece] = most[r], totals[piece] = total[r];
-#pragma unroll
-    for (int u = 0; u < SPANS; u++) {
-      if (span + u >= ALL) break;
-      float4* to = (float4*)(parts + (piece * ALL + span + u) * 64 + 16 * c);
-#pragma unroll
-      for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int q = 0; q < 2; q++) {
-          const float x = sums[u][4 * q][2 * r + n], y = sums[u][4 * q + 1][2 * r + n];
-          const float z = sums[u][4 * q + 2][2 * r + n], w = sums[u][4 * q + 3][2 * r + n];
-          to[2 * n + q] = {x, y, z, w};
-        }
-    }
-  }
+  const float norm = NORM ? rsqrtf(square * (1.0f / D) + scalar.x) : 1.0f;
+  scores[((u64)sequence * blocks + tile) * heads * 64 + place] = sum * scalar.y * norm;
 }

@@ -7,7 +7,7 @@ sines stay in registers, and queries back by the block's first position:
 
     l_t = (R(place) k_t) · (R(-first) q) / sqrt(mean(k²) + ε)
 
-Logits (float32) go through device memory to a second kernel, which does softmax and sums of all heads at once: heads
+Logits (float32) go through device memory to a second kernel, which does softmax and sums of 16 heads at once: heads
 share codes, so these are unpacked once. It sums q - 8 with weights in float16.
 """
 
@@ -40,7 +40,8 @@ __all__ = [
     "teams_of",
 ]
 
-_SOURCE: Final = Path(__file__).with_suffix(".cu")
+_FOLDER: Final = Path(__file__).parent
+_SOURCES: Final = {"fsq_scores": "fsq_attend.cu", "fsq_join": "fsq_attend.cu", "fsq_mix": "fsq_mix.cu"}
 MOST_SHARED: Final = 232448
 """Bytes that a block of threads may have on these GPUs."""
 _MOST_TEAMS: Final = 3
@@ -101,7 +102,7 @@ def join_instance(decoder: FsqDecoder, work: FsqWork) -> str:
 
 def mix_instance(work: FsqWork) -> str:
     """The template instance that leaves parts."""
-    return f"fsq_mix<{work.grid.nbytes}, {work.spans_a_warp}, {work.turns}>"
+    return f"fsq_mix<{work.grid.nbytes}, {work.spans_a_warp}, {work.turns}, {work.stages}>"
 
 
 def fsq_attend(
@@ -155,8 +156,8 @@ def fsq_mix(codes: Tensor, lengths: Tensor, work: FsqWork) -> None:
     """The second half of :func:`fsq_attend`: parts, from logits."""
     left = (work.parts, work.tops, work.totals)
     given = _arguments(codes, work.scores, lengths, *left, work.heads, work.mix_splits, work.blocks)
-    function = _function(mix_instance(work), 0, codes.get_device())
-    function.launch(work.mix_blocks, work.mix_threads, given, early=False)
+    function = _function(mix_instance(work), work.mix_shared, codes.get_device())
+    function.launch(work.mix_blocks, work.mix_threads, given, early=False, shared_bytes=work.mix_shared)
 
 
 def _arguments(*values: Tensor | int) -> list[np.generic]:
@@ -169,7 +170,7 @@ def compile_fsq(instance: str) -> tuple[bytes, str]:
     Raises:
         CudaError: it does not compile.
     """
-    return compile_instance(_SOURCE, instance, "sm_90a")
+    return compile_instance(_FOLDER / _SOURCES[instance.partition("<")[0]], instance, "sm_90a")
 
 
 @cache

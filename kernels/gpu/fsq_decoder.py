@@ -87,6 +87,7 @@ class FsqDecoder:
             raise ValueError(f"coordinates of {sorted(set(heads.grid.bits))} bits: this kernel takes 4 bits each")
         # fixed after construction
         self.heads, self.kind, self.blocks, self.shares = heads, kind, blocks, shares
+        heads = heads.to(torch.device("cpu"))
         d, width = heads.head_dim, heads.grid.width
         unit = _unit_of(heads)
         stored, scale = _stored_rows(heads.key_decoder.double() * unit[:, None, None], kind)

@@ -120,3 +120,17 @@ __device__ __forceinline__ float power(float x) {
   return y;
 }
 #endif
+
+// Eight levels of a token: the quarter c of its 16 bytes of a chunk, from a block of codes in shared memory. The last
+// chunk may have fewer bytes a token: words across two, read without branches, for the sake of products between them.
+template <int BYTES>
+__device__ __forceinline__ u32 code_word(const u8* block, int chunk, int token, int c) {
+  if (chunk < BYTES / 16) return *(const u32*)(block + chunk * 1024 + token * 16 + 4 * c);
+  const int LEFT = BYTES % 16, at = token * LEFT + 4 * c, bits = 8 * (LEFT - 4 * c);
+  const u32* words = (const u32*)(block + BYTES / 16 * 1024) + at / 4;
+  const u32 mask = bits >= 32 ? ~0u : bits > 0 ? (1u << bits) - 1 : 0;
+  return __funnelshift_r(words[0], words[1], 8 * (at % 4)) & mask;
+}
+// Where a token's logit lies among the 64 of a block: turned by head, so that reading eight heads at once meets no bank
+// twice.
+__device__ __forceinline__ int logit_place(int head, int token) { return (token + 8 * head) % 64; }

@@ -13,20 +13,24 @@ from torch import Tensor
 from strataflux.kernels.fsq import FsqGrid
 from strataflux.kernels.fsq_attention import BLOCK_TOKENS
 
-__all__ = ["FsqWork"]
+__all__ = ["MIX_HEADS", "FsqWork"]
+
+MIX_HEADS: Final = 16
+"""Heads that a block of threads of the second kernel has."""
 
 _SPAN: Final = 64
 _MIX_WARPS: Final = 8
+_MIX_SHARED: Final = 110 << 10  # two blocks of threads a multiprocessor
 
 
 class FsqWork:
     """Shared by all layers of a step.
 
     Attributes:
-        scores: [batch, heads, blocks · 64] float32, logits for powers of two.
+        scores: [batch, blocks, heads, 64] float32, logits for powers of two, each kernel's in an order of its own.
         parts: [batch, heads, mix_splits, spans · 64] float32, sums of q - 8 relative to 2^tops; ``tops`` and ``totals``
             lack the last axis. A part without tokens has the top -inf.
-        sums: [batch, shares, heads, blocks · 64] float32, logits before they are joined and normed, and ``squares``
+        sums: [batch, shares, heads · blocks · 64] float32, logits before they are joined and normed, and ``squares``
             likewise; empty for one share.
         latent: [batch, heads, spans · 64] float32, the merged mean of q - 8.
     """
@@ -53,7 +57,10 @@ class FsqWork:
         self._processors, self._score_splits = processors, score_splits
         self.spans = -(-grid.width // _SPAN)
         self.spans_a_warp = 2 if self.spans > _MIX_WARPS else 1
-        self.turns = max(1, _MIX_WARPS // -(-self.spans // self.spans_a_warp))
+        self.lanes = -(-self.spans // self.spans_a_warp)
+        self.turns = 4 if self.lanes <= _MIX_WARPS // 4 else 2 if self.lanes <= _MIX_WARPS // 2 else 1
+        self._stage = BLOCK_TOKENS * grid.nbytes + 4 * BLOCK_TOKENS * MIX_HEADS
+        self.stages = min(4, _MIX_SHARED // self._stage)
         filling = max(1, 2 * processors // batch)
         self.mix_splits = min(blocks, filling if mix_splits is None else mix_splits)
         # device memory
@@ -81,13 +88,18 @@ class FsqWork:
 
     @property
     def mix_blocks(self) -> int:
-        """Blocks of threads of the second kernel: up to 16 heads each."""
-        return -(-self.heads // 16) * self.batch * self.mix_splits
+        """Blocks of threads of the second kernel."""
+        return -(-self.heads // MIX_HEADS) * self.batch * self.mix_splits
 
     @property
     def mix_threads(self) -> int:
         """Threads of each."""
-        return 32 * -(-self.spans // self.spans_a_warp) * self.turns
+        return 32 * self.lanes * self.turns
+
+    @property
+    def mix_shared(self) -> int:
+        """Bytes of shared memory of each: codes and logits on their way, later what warps that take turns leave."""
+        return max(self.stages * (self._stage + 8), 4 * 37 * 32 * self.lanes * (self.turns - 1))
 
     def score_splits(self, images: int) -> int:
         """Blocks of threads that share the tokens of a sequence for one of ``images`` decoders."""

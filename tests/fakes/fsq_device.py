@@ -47,9 +47,8 @@ def random_heads(
     frequencies = 10000.0 ** (-torch.arange(head_dim // 2, dtype=torch.float64) / (head_dim // 2))
     decoders = [noise(kv_heads, head_dim, grid.width) * steps * factor for factor in (strong, 1)]
     biases = [noise(kv_heads, head_dim) for _ in range(2)]
-    norm = (1 + 0.2 * noise(head_dim)).to(device) if normed else None
-    keys, values, key_bias, value_bias, turns = (t.to(device) for t in (*decoders, *biases, frequencies))
-    return FsqHeads(grid, keys, key_bias, values, value_bias, turns, norm)
+    norm = 1 + 0.2 * noise(head_dim) if normed else None
+    return FsqHeads(grid, decoders[0], biases[0], decoders[1], biases[1], frequencies, norm).to(device)
 
 
 def make_fsq_case(

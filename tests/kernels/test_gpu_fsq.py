@@ -85,9 +85,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         scores = scores_instance(decoder, work, FsqPlan(teams_of(decoder)))
         kinds = ((scores, 11, 3), (join_instance(decoder, work), 4, 2), (mix_instance(work), 6, 3))
         runs |= {name: _run(name, pointers, sizes) for name, pointers, sizes in kinds}
+    mix = f'#include "{SOURCE.with_name("fsq_mix.cu")}"\n'
     pointer = "struct Pointer { void* to; template <typename T> operator T*() const { return (T*)to; } };\n"
     folder = tmp_path_factory.mktemp("fsq")
-    return emulated(SOURCE, pointer + "\n".join(runs.values()), folder, HERE / "fsq_emulation.h")
+    return emulated(SOURCE, mix + pointer + "\n".join(runs.values()), folder, HERE / "fsq_emulation.h")
 
 
 def _run(instance: str, pointers: int, sizes: int) -> str:
@@ -104,7 +105,7 @@ def _on_emulation(library: ctypes.CDLL) -> Launch:
         teams, kv_heads = teams_of(decoder), case.heads.kv_heads
         images, plan = len(decoder.images), FsqPlan(teams)
         splits = work.score_splits(images)
-        assert shared_bytes(decoder, teams) <= 16384 * 16
+        assert max(shared_bytes(decoder, teams), work.mix_shared) <= 16384 * 16
 
         def run(instance: str, blocks: int, threads: int, *given: Tensor | int) -> None:
             values = [ctypes.c_void_p(v.data_ptr()) if isinstance(v, Tensor) else v for v in given]
