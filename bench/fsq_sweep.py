@@ -31,6 +31,7 @@ from strataflux.client.evaluate.methods.fsq import InMemory
 from strataflux.client.evaluate.scoring import Reference
 from strataflux.client.evaluate.text import read_text
 from strataflux.client.prepare.fsq import Conversion, FsqSettings, code_bytes, convert
+from strataflux.client.prepare.fsq_tiers import divide_codes
 from strataflux.client.prepare.source import open_source
 from strataflux.client.runtime.models import DecoderWeights, WeightSource
 from strataflux.kernels.fsq import FsqLayer
@@ -67,7 +68,7 @@ def main() -> None:
             for other in ({"metric": "output"}, {"sequential": False}):
                 measure(source, weights, given, references, replace(settings, **other), {"ratio": ratio, **other})
         if options.tiers and (ratio, levels) == (8, 0):
-            tiers(source, weights, given, references, settings)
+            measured_tiers(source, weights, given, references, settings)
 
 
 def parse() -> argparse.Namespace:
@@ -130,7 +131,7 @@ def measure(
     return made
 
 
-def tiers(
+def measured_tiers(
     source: WeightSource,
     weights: DecoderWeights,
     given: Tensor,
@@ -138,21 +139,17 @@ def tiers(
     settings: FsqSettings,
 ) -> None:
     """The same code with half its bytes resident and the rest refining what is attended to most."""
-    made = convert(source, given, settings, weights.embedding.device)
-    halves = [half_of(one.layer, settings.nbytes // 2) for one in made]
-    put({"row": "coarse", **describe(settings), **divergence(weights, halves, references)})
+    device = weights.embedding.device
+    codes = [one.layer for one in convert(source, given, settings, device)]
+    divided = divide_codes(source, codes, given, settings.nbytes // 2, device)
+    put({"row": "coarse", **describe(settings), **divergence(weights, [one.coarse for one in divided], references)})
     for fraction in TIERS:
         for group in (1, 4, 8):
-            codes = [FsqTiers(c, one.layer, fraction, group) for c, one in zip(halves, made, strict=True)]
+            tiers = [FsqTiers(one.coarse, one.whole, fraction, group) for one in divided]
             row = {"row": "tiers", **describe(settings), "fraction": str(fraction), "group": group}
-            put({**row, **divergence(weights, codes, references)})
-        recall = recall_of_tiers(weights, codes, references[0].tokens[:-1])
+            put({**row, **divergence(weights, tiers, references)})
+        recall = recall_of_tiers(weights, tiers, references[0].tokens[:-1])
         put({"row": "recall", **describe(settings), "fraction": str(fraction), "group": 8, "by_layer": recall})
-
-
-def half_of(layer: FsqLayer, nbytes: int) -> FsqLayer:
-    bits = torch.tensor(layer.grid.bits).cumsum(0)
-    return layer.first(int((bits <= 8 * nbytes).sum()), layer.decoder_bias)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,10 @@ __all__ = [
     "convert",
     "convert_layer",
     "full_bytes",
+    "give_out_bits",
     "project_fsq",
+    "regress_decoder",
+    "run_converted",
     "uniform_width",
 ]
 
@@ -138,9 +141,9 @@ def convert(
         done = kept(index) or convert_layer(config, layer, exact, fed, settings)
         made.append(done)
         advance(index, done)
-        exact = _through(config, layer, exact, turns, partial(multiply, layer))
+        exact = run_converted(config, layer, exact, turns, partial(multiply, layer))
         if settings.sequential:
-            fed = _through(config, layer, fed, turns, project_fsq(config, layer, done.layer))
+            fed = run_converted(config, layer, fed, turns, project_fsq(config, layer, done.layer))
         else:
             fed = exact
     return made
@@ -172,13 +175,14 @@ def project_fsq(config: ModelConfig, layer: LayerWeights, code: FsqLayer) -> Cal
     return project
 
 
-def _through(
+def run_converted(
     config: ModelConfig,
     layer: LayerWeights,
     hidden: Tensor,
     turns: tuple[Tensor, Tensor],
     project: Callable[[str, Tensor], Tensor],
 ) -> Tensor:
+    """What ``layer`` makes of ``hidden`` [sequences, n, hidden] with ``project``, a few sequences at a time."""
     return torch.cat([run_block(config, layer, part, turns, project) for part in torch.split(hidden, 4)])
 
 
@@ -205,7 +209,7 @@ def convert_layer(
     grid = _grid(directions.variances, settings)
     rows = directions.rows[_repeated(grid.width, directions.rank)]
     encoder, bias = _with_gains(rows, inputs, grid)
-    decoder, decoder_bias, errors = _regress(encoder, bias, grid, matrix, inputs, target_inputs, settings.ridge)
+    decoder, decoder_bias, errors = regress_decoder(encoder, bias, grid, matrix, inputs, target_inputs, settings.ridge)
     code = FsqLayer(grid, encoder, bias, decoder, decoder_bias)
     keys = config.kv_heads * config.head_dim
     key_error, value_error = (float(part.sum().sqrt()) for part in (errors[0, :keys], errors[0, keys:]))
@@ -294,10 +298,10 @@ _DISTORTION: Mapping[int, float] = {0: 1.0, 1: 0.363, 2: 0.1188, 4: 0.01154, 8: 
 def _grid(variances: Tensor, settings: FsqSettings) -> FsqGrid:
     if settings.levels:
         return FsqGrid.uniform(uniform_width(settings.nbytes, settings.levels), settings.levels, settings.bound)
-    return FsqGrid(_given_out(variances.tolist(), 8 * settings.nbytes), settings.bound)
+    return FsqGrid(give_out_bits(variances.tolist(), 8 * settings.nbytes), settings.bound)
 
 
-def _given_out(variances: list[float], left: int) -> tuple[int, ...]:
+def give_out_bits(variances: list[float], left: int) -> tuple[int, ...]:
     """Bits of coordinates, the widest first: each step goes where it removes most distortion a bit."""
     steps = [(-variance * (_DISTORTION[0] - _DISTORTION[1]), index, 0, 1) for index, variance in enumerate(variances)]
     heapq.heapify(steps)
@@ -340,7 +344,7 @@ def _correlation(u: Tensor, c: Tensor) -> Tensor:
     return product
 
 
-def _regress(
+def regress_decoder(
     encoder: Tensor, bias: Tensor, grid: FsqGrid, matrix: Tensor, x: Tensor, exact: Tensor, ridge: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """D [m, w], b [m], and a row's squared errors beside its squared values about the mean: [2, m]."""
