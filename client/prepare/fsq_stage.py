@@ -105,7 +105,7 @@ class FsqStage:
         text, held_out = _split(training, self._device)
         full = full_bytes(source.config)
         rate = training.rate or default_rate(full, request.settings.nbytes)
-        settings = TuneSettings(training.steps, rate, training.seconds, save_every=50)
+        settings = TuneSettings(training.steps, rate, training.seconds)
         weights = DecoderWeights.read(source).to(self._device)
         state = self._work.folder / f"fsq-{request.name}.training"
         tuning = FsqTuning(weights, layers, settings, state, held_out)

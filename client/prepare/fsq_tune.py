@@ -9,7 +9,7 @@ the steps, cosine down to a twentieth of the rate). Ours:
 - with held-out text, what is kept is the best that any check saw there, the untrained codes included.
 
 Quantization runs in float32, products of frozen weights in bfloat16 where the device has it. The state of a run is one
-file, written by rename every few steps: an interrupted run goes on from it.
+file, written by rename every minute: an interrupted run goes on from it.
 """
 
 import math
@@ -43,8 +43,8 @@ class TuneSettings:
     """Of training, over all runs from one state."""
     decay: float = 0.01
     clip: float = 1.0
-    save_every: int = 200
-    """Steps between states on disk; what an interruption costs."""
+    save_seconds: float = 60.0
+    """Of training between states on disk; what an interruption costs at most, beside the step it cuts off."""
     check_every: int = 20
     """Steps between looks at held-out text."""
     recompute: bool = True
@@ -151,7 +151,7 @@ class FsqTuning:
         """Train on ``batches`` of tokens [sequences, n] int64 until all is done; ``progress`` is told of each step and
         its divergence in nats a token.
         """
-        last, settings = time.monotonic(), self._settings
+        last, settings, saved = time.monotonic(), self._settings, self.seconds
         if self.step == 0:
             self._check()
             self.held_out_before = self.held_out_loss
@@ -164,8 +164,9 @@ class FsqTuning:
                 self._check()
             self.seconds, last = self.seconds + time.monotonic() - last, time.monotonic()
             progress(self.step, loss)
-            if self._state is not None and self.step % settings.save_every == 0:
+            if self._state is not None and self.seconds - saved >= settings.save_seconds:
                 self._save(self._state)
+                saved = self.seconds
         self._check()
         if self._state is not None:
             self._save(self._state)

@@ -221,6 +221,22 @@ def test_the_rate_warms_up_and_falls_by_steps_or_by_the_clock() -> None:
     assert settings.rate_at(1.0) == pytest.approx(0.05)
 
 
+def test_an_interruption_costs_no_more_than_what_came_after_the_last_state(tiny_source: Any, tmp_path: Path) -> None:
+    weights, state = DecoderWeights.read(tiny_source), tmp_path / "state"
+    codes = layers_of(convert(tiny_source, TOKENS, FsqSettings(4, 16, "tanh"), CPU))
+
+    def interrupt(step: int, _: float) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    settings = TuneSettings(steps=5, save_seconds=0.0)
+    with pytest.raises(KeyboardInterrupt):
+        FsqTuning(weights, codes, settings, state).run(random_sequences(TOKENS.flatten(), 4, 32, seed=0), interrupt)
+    again = FsqTuning(weights, codes, settings, state)
+    assert (again.step, again.done) == (2, False)
+    assert again.seconds > 0
+
+
 def test_time_that_is_over_ends_training(tiny_source: Any) -> None:
     weights = DecoderWeights.read(tiny_source)
     codes = layers_of(convert(tiny_source, TOKENS, FsqSettings(4, 16, "tanh"), CPU))
