@@ -294,6 +294,9 @@ def _show(output: Output, found: "Evaluation", settings: dict[str, object], refi
             "engine": found.session.engine,
             "direct_io": found.session.direct_io,
             "steps_invalid": found.session.steps_invalid,
+            "waits": found.session.waits,
+            "wait_nanoseconds": found.session.wait_nanoseconds,
+            "deadlines_exceeded": found.session.deadlines_exceeded,
             "bytes_read_source": "the daemon's control socket: reads.bytes",
         }
     )
