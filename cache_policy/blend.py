@@ -1,29 +1,39 @@
-"""Frequency and recency blended by what was learnt: evict the slot least likely to be asked for in the next step.
+"""Frequency and recency blended by what was learnt: evict the slot least likely to be used when its turn comes.
 
-The estimate is that of :mod:`reuse`, over the past of each resident slot and of about eight times as many keys that
+The estimate is that of :mod:`reuse`, over the past of each resident slot and of up to sixteen times as many keys that
 are not resident (ghosts). A missed key is admitted if it is as likely to be used as the slot it would replace.
 
-Slots stand in the levels of :mod:`ranks`. An estimate falls as a slot ages and rises with use, so: ``candidate`` looks
-again at the slot it is about to name and moves it up if it was used since (at most ``_REINSERTIONS`` times), and
-every miss looks at ``_HAND_SLOTS`` slots in turn and moves those down that fell. A hit therefore touches one node
-and no list.
+Nothing is kept in order: a use changes its slot's own 16 bytes and no list, so that a hit costs one cache line. Each
+miss looks at *blocks* of adjacent slots, and the lowest of each block joins the class's *pool* of the few lowest known
+(:mod:`pool`), from which the victim is taken after a second look. Blocks are visited in the order of a golden-ratio
+sequence: each about as often as any other, and neighbours in memory not one after the other, because neighbours were
+filled one after the other and would all be found at one age. The more a miss looks at, the sooner is found what has
+fallen; small caches, which a CPU's own cache holds, look at eight blocks, large ones at one, fetched ahead.
 
-Each request also offers one sample to the model. Caches too large to learn from every request learn from one in
-2**k: the tables have 1,920 entries, and more samples than ``_LEARNT`` a turn-over of the cache change nothing.
+Ghosts stand four to a cache line, found by a 32-bit hash of the key. Two keys of one hash are taken for one, which
+costs a wrong estimate and nothing else. A ghost that has to go is the one not used for longest of its line. What a
+request tells a ghost is written down when it is next needed, so that its line is on the way while victims are looked
+at.
 
-States and invariants: as :mod:`lists` and :mod:`ranks`; ``counts[cls]`` is the number of resident slots of the class.
+Each request also offers one sample to the model. Caches too large to learn from every request learn from one in 2**k:
+the tables have some thousand entries, and more samples than ``_LEARNT`` a turn-over of the cache change nothing.
+
+States and invariants: a slot is resident iff its ``cls`` is not -1; ``count`` of a class is the number of its resident
+slots; a block with resident slots of a class is named once in the class's list of blocks (a block without any may be
+named, until it is next looked at), and ``listed`` of the block has the bits of the classes that name it; a slot whose
+``named`` is a class stands in a block that the class names.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from strataflux.cache_policy import reuse
-from strataflux.cache_policy.base import NO_SLOT, wide
-from strataflux.cache_policy.ghosts import WAYS, first_way, hash_key, make_ghosts
-from strataflux.cache_policy.lists import ABSENT, make_nodes, unlink
-from strataflux.cache_policy.ranks import LEVELS, check_ranks, lowest, move, put
+from strataflux.cache_policy import pool, reuse
+from strataflux.cache_policy.base import INTACT, LOST_SLOT, NO_SLOT, WRONG_CLASS, WRONG_COUNT, wide
+from strataflux.cache_policy.bits import prefetch
+from strataflux.cache_policy.ghosts import WAYS, hash_key
+from strataflux.cache_policy.lists import ABSENT
 from strataflux.proto.compiled import borrowing
 
 __all__ = [
@@ -38,199 +48,335 @@ __all__ = [
     "tail_clock",
     "touch",
 ]
-
-_REINSERTIONS = 32
-_HAND_SLOTS = 16
-_GHOSTS_PER_SLOT = 8
+_BLOCK = 16
+_GHOSTS_PER_SLOT = 16
+_LOOKS = 8  # blocks a miss of a small cache looks at
+_LOOKS_TIMES_SLOTS = 1 << 19  # for larger ones: a million slots fill a CPU's own cache, and one block is looked at
 _LEARNT = 16384
-_TICKS_A_TURNOVER = 16
-_LEVELS_PER_UNIT, _ZERO_LEVEL = 6, 48  # levels per unit of log-odds, and the level of even odds
+_TICKS_A_TURNOVER = 64
+_GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
+_LINE = 64
 
-_NODE = np.dtype(
-    [("next", "i4"), ("prev", "i4"), *reuse.FIELDS, ("position", "u4"), ("cls", "i2"), ("level", "u1"), ("", "u1")],
-    align=True,
-)
-_GHOST = np.dtype([*reuse.FIELDS, ("", "u4")], align=True)
-assert (_NODE.itemsize, _GHOST.itemsize) == (48, 32)
+# Numbers behind the model's.
+_DRAWS = reuse.NUMBERS  # samples drawn so far
+_CALLS = _DRAWS + 1  # calls that change what is the candidate
+_BLOCKS, _GHOSTS, _SETS_MASK = _DRAWS + 2, _DRAWS + 3, _DRAWS + 4  # blocks; index of the first ghost; sets of them - 1
+_FIRST = _DRAWS + 5  # index in the numbers of the first of ``listed``
+_TAG, _FOUND = _DRAWS + 6, _DRAWS + 7  # of the key asked for last: its tag and ghost
+_PENDING, _PENDING_TIME = _DRAWS + 8, _DRAWS + 9  # the tag whose ghost has yet to learn of its use, or -1; and when
+_LOOKS_A_MISS = _DRAWS + 10
+_CLASSES = _DRAWS + 11
 
-_HAND, _COUNTER, _LEARN_MASK = 0, 1, 2
+# Numbers of a class, from _CLASSES + cls * _CLASS on.
+_COUNT, _NAMED, _CHOSEN, _CHOSEN_VALUE, _LOOKED, _NEXT, _SWEEP, _POOL = range(8)
+_CLASS = _POOL + pool.SIZE
 
 
 class State(NamedTuple):
-    """Nodes, levels, ghosts and the model; see the module for the invariants."""
+    """Slots, ghosts, the model and some counters; see the module for the invariants."""
 
-    nodes: NDArray[np.void]  # [n_slots + n_classes * LEVELS] of _NODE, anchors last
-    counts: NDArray[np.int64]  # [n_classes] resident slots of each class
-    filled: NDArray[np.uint64]  # [n_classes] levels that may hold a slot
-    ghosts: NDArray[np.void]  # [power of two] of _GHOST
-    turn: NDArray[np.int64]  # slot the hand looks at next, requests so far, one request in mask + 1 is learnt from
-    model: reuse.Model
+    pasts: NDArray[np.void]  # [slots in whole blocks, then ghosts] of reuse.PAST
+    numbers: NDArray[np.int64]  # the parts named above, then listed[blocks], then a list of blocks for each class
 
 
 def make_state(n_slots: int, n_classes: int, n_keys_hint: int) -> State:
-    """As :meth:`base.Policy.make_state`; 48 bytes a slot and 32 a ghost."""
-    mask = 0
-    while (mask + 1) * _LEARNT < n_slots:
-        mask = 2 * mask + 1
-    return State(
-        make_nodes(_NODE, n_slots, n_classes * LEVELS),
-        np.zeros(n_classes, np.int64),
-        np.zeros(n_classes, np.uint64),
-        make_ghosts(_GHOST, max(n_slots, min(n_keys_hint, _GHOSTS_PER_SLOT * n_slots))),
-        np.array([0, 0, mask], np.int64),
-        reuse.make_model(max(n_slots // _TICKS_A_TURNOVER, 1)),
+    """As :meth:`base.Policy.make_state`, for at most 63 classes; 16 bytes a slot and a ghost."""
+    blocks = -(-n_slots // _BLOCK)
+    sets = 1
+    while sets * WAYS < max(n_slots, min(n_keys_hint, _GHOSTS_PER_SLOT * n_slots)):
+        sets *= 2
+    raw = np.zeros((blocks * _BLOCK + sets * WAYS) * reuse.PAST.itemsize + _LINE, np.uint8)
+    start = -raw.ctypes.data % _LINE
+    pasts = raw[start : start + len(raw) - _LINE].view(reuse.PAST)
+    pasts["cls"][: blocks * _BLOCK] = pasts["named"][: blocks * _BLOCK] = ABSENT
+    own = _CLASSES - _DRAWS + n_classes * _CLASS + blocks * (1 + n_classes)
+    looks = min(max(_LOOKS_TIMES_SLOTS // n_slots, 1), _LOOKS)
+    learn_every = 1
+    while learn_every * _LEARNT < n_slots:
+        learn_every *= 2
+    numbers = reuse.make_numbers(max(n_slots // _TICKS_A_TURNOVER, 1), learn_every, own)
+    numbers[_DRAWS:_CLASSES] = (
+        0,
+        1,
+        blocks,
+        blocks * _BLOCK,
+        sets - 1,
+        _CLASSES + n_classes * _CLASS,
+        -1,
+        0,
+        -1,
+        0,
+        looks,
     )
+    for cls in range(n_classes):
+        numbers[_CLASSES + cls * _CLASS + _CHOSEN] = NO_SLOT
+    return State(pasts, numbers)
 
 
 @borrowing
 def requested(s: State, key: int, _score: int, clock: int) -> None:
-    """As :meth:`base.Policy.requested`: its ghost learns of the use, or begins."""
-    _turn_hand(s)
-    learn = _note(s, key, clock)
-    at = _find(s, key)
-    if at >= 0:
-        reuse.used(s.model, s.ghosts[at], learn)
-    else:
-        reuse.begin(s.model, s.ghosts[_place(s, key)], key)
+    """As :meth:`base.Policy.requested`: its ghost is to learn of the use, or to begin."""
+    tag = hash_key(key)
+    prefetch(s.pasts, _first_way(s, tag))
+    if s.numbers[_PENDING] >= 0:
+        _settle(s)
+    if reuse.advance(s, clock) and reuse.attend(s, clock):
+        _learn_absences(s)
+        at, known = _seek(s, tag)
+        if known:
+            reuse.learn_use(s, s.pasts[at])
+    s.numbers[_PENDING], s.numbers[_PENDING_TIME] = tag, reuse.now(s)
+    s.numbers[_CALLS] += 1
 
 
 @borrowing
-def insert(s: State, slot: int, cls: int, key: int, clock: int, _score: int) -> None:
+def touch(s: State, slot: int, clock: int, _score: int) -> None:
+    """As :meth:`base.Policy.touch`: its past grows; nothing else knows."""
+    past = s.pasts[slot]
+    if reuse.advance(s, clock) and reuse.attend(s, clock):
+        _learn_absences(s)
+        reuse.learn_use(s, past)
+    reuse.used(s, past, reuse.now(s))
+    c = _CLASSES + wide(past.cls) * _CLASS
+    if s.numbers[c + _CHOSEN] == slot:
+        # A tier that touches what it was named wants another.
+        s.numbers[c + _CHOSEN] = NO_SLOT
+        pool.pass_over(s.numbers, c + _POOL, slot, wide(s.numbers[c + _COUNT]))
+
+
+@borrowing
+def insert(s: State, slot: int, cls: int, key: int, _clock: int, _score: int) -> None:
     """As :meth:`base.Policy.insert`: with the past its ghost kept."""
-    node = s.nodes[slot]
-    node.cls = cls
-    node.position = clock
-    at = _find(s, key)
+    n, past, tag = s.numbers, s.pasts[slot], hash_key(key)
+    if s.numbers[_PENDING] >= 0:
+        _settle(s)
+    at = _find(s, tag)
     if at >= 0:
-        reuse.copy_past(node, s.ghosts[at])
-        s.ghosts[at].last = 0
+        reuse.copy_past(past, s.pasts[at])
+        s.pasts[at].last = 0
     else:
-        reuse.begin(s.model, node, key)
-    s.counts[cls] += 1
-    put(s.nodes, s.filled, slot, _level(s, node))
+        reuse.begin(s, past, tag)
+    past.cls = cls
+    n[_CLASSES + cls * _CLASS + _COUNT] += 1
+    n[_CALLS] += 1
+    if past.named != cls:
+        _name_block(s, slot, cls)
+
+
+@borrowing
+def _name_block(s: State, slot: int, cls: int) -> None:
+    """The block of ``slot`` stands in the list of ``cls``; ``slot`` remembers that, to save asking again."""
+    n, c, block, first = s.numbers, _CLASSES + cls * _CLASS, slot // _BLOCK, s.numbers[_FIRST]
+    s.pasts[slot].named = cls
+    if not n[first + block] >> cls & 1:
+        n[first + block] |= 1 << cls
+        n[first + (1 + cls) * n[_BLOCKS] + n[c + _NAMED]] = block
+        n[c + _NAMED] += 1
+
+
+@borrowing
+def remove(s: State, slot: int, evicted: bool) -> None:
+    """As :meth:`base.Policy.remove`: an evicted slot's past goes to a ghost."""
+    past = s.pasts[slot]
+    if s.numbers[_PENDING] >= 0:
+        _settle(s)
+    s.numbers[_CLASSES + wide(past.cls) * _CLASS + _COUNT] -= 1
+    past.cls = ABSENT
+    if evicted:
+        reuse.copy_past(s.pasts[_seek(s, wide(past.tag))[0]], past)
+    s.numbers[_CALLS] += 1
 
 
 @borrowing
 def candidate(s: State, cls: int) -> int:
-    """As :meth:`base.Policy.candidate`: the slot with the lowest estimate, as far as the levels know."""
-    slot = lowest(s.nodes, s.filled, cls)
-    for _ in range(_REINSERTIONS):
-        if slot < 0:
-            return NO_SLOT
-        level = _level(s, s.nodes[slot])
-        if level <= s.nodes[slot].level:
-            return slot
-        move(s.nodes, s.filled, slot, level)
-        slot = lowest(s.nodes, s.filled, cls)
-    return slot
+    """As :meth:`base.Policy.candidate`: the slot with the lowest estimate, as far as was looked."""
+    n, c = s.numbers, _CLASSES + cls * _CLASS
+    if n[c + _COUNT] and (n[c + _LOOKED] != n[_CALLS] or n[c + _CHOSEN] < 0):
+        if n[c + _LOOKED] != n[_CALLS]:
+            n[c + _LOOKED] = n[_CALLS]
+            pool.take_back(n, c + _POOL)
+        for _ in range(n[_LOOKS_A_MISS]):
+            _look(s, cls)
+        _choose(s, cls)
+    return wide(n[c + _CHOSEN]) if n[c + _COUNT] else NO_SLOT
 
 
 @borrowing
 def tail_clock(s: State, cls: int) -> int:
     """As :meth:`base.Policy.tail_clock`: when the candidate was last used."""
     slot = candidate(s, cls)
-    return wide(s.nodes[slot].position) if slot >= 0 else NO_SLOT
-
-
-@borrowing
-def touch(s: State, slot: int, clock: int, _score: int) -> None:
-    """As :meth:`base.Policy.touch`: its past grows; its level is looked at when it comes up for eviction."""
-    node = s.nodes[slot]
-    learn = _note(s, wide(node.key), clock)
-    reuse.used(s.model, node, learn)
-    node.position = clock
-
-
-@borrowing
-def remove(s: State, slot: int, evicted: bool) -> None:
-    """As :meth:`base.Policy.remove`: an evicted slot's past goes to a ghost."""
-    node = s.nodes[slot]
-    s.counts[node.cls] -= 1
-    node.cls = ABSENT
-    unlink(s.nodes, slot)
-    if evicted:
-        reuse.copy_past(s.ghosts[_place(s, wide(node.key))], node)
+    return reuse.last_clock(s, s.pasts[slot]) if slot >= 0 else NO_SLOT
 
 
 @borrowing
 def admit(s: State, key: int, cls: int, _score: int, _clock: int) -> bool:
     """As :meth:`base.Policy.admit`: if it is at least as likely to be used as the candidate."""
-    slot = candidate(s, cls)
-    at = _find(s, key)
-    if slot < 0 or at < 0:
+    n, c = s.numbers, _CLASSES + cls * _CLASS
+    if n[c + _LOOKED] != n[_CALLS] and candidate(s, cls) < 0:
         return True
-    return reuse.estimate(s.model, s.ghosts[at]) >= reuse.estimate(s.model, s.nodes[slot])
+    if n[_PENDING] >= 0:
+        _settle(s)
+    at = _find(s, hash_key(key))
+    return at < 0 or reuse.estimate(s, s.pasts[at]) >= n[c + _CHOSEN_VALUE]
 
 
 @borrowing
 def check_integrity(s: State) -> int:
-    """As :meth:`base.Policy.check_integrity`."""
-    return check_ranks(s.nodes, s.filled, s.counts)
+    """As :meth:`base.Policy.check_integrity`.
+
+    LOST_SLOT: no list names the block of a resident slot; WRONG_CLASS: a slot of no class there is, or a list and
+    ``listed`` or ``named`` that deny each other; WRONG_COUNT: a class has another number of slots, or of blocks, than
+    it says.
+    """
+    n, first = s.numbers, s.numbers[_FIRST]
+    n_classes = (first - _CLASSES) // _CLASS
+    for slot in range(n[_GHOSTS]):
+        past, listed = s.pasts[slot], n[first + slot // _BLOCK]
+        if past.cls != ABSENT and not 0 <= past.cls < n_classes:
+            return WRONG_CLASS
+        if past.cls != ABSENT and not listed >> wide(past.cls) & 1:
+            return LOST_SLOT
+        if past.named != ABSENT and not listed >> wide(past.named) & 1:
+            return WRONG_CLASS
+    for cls in range(n_classes):
+        code = _check_class(s, cls)
+        if code != INTACT:
+            return code
+    return INTACT
 
 
 @borrowing
-def _turn_hand(s: State) -> None:
-    """Look at the next slots in turn; what has fallen moves down."""
-    n_slots = len(s.nodes) - LEVELS * len(s.filled)
-    slot = s.turn[_HAND]
-    for _ in range(_HAND_SLOTS):
-        node = s.nodes[slot]
-        if node.cls != ABSENT:
-            level = _level(s, node)
-            if level < node.level:
-                move(s.nodes, s.filled, slot, level)
-        slot = slot + 1 if slot + 1 < n_slots else 0
-    s.turn[_HAND] = slot
+def _check_class(s: State, cls: int) -> int:
+    n, c, first = s.numbers, _CLASSES + cls * _CLASS, s.numbers[_FIRST]
+    named, found, listed = first + (1 + cls) * n[_BLOCKS], 0, 0
+    for at in range(named, named + n[c + _NAMED]):
+        if not n[first + n[at]] >> cls & 1:
+            return WRONG_CLASS
+    for slot in range(n[_GHOSTS]):
+        found += s.pasts[slot].cls == cls
+    for block in range(n[_BLOCKS]):
+        listed += n[first + block] >> cls & 1
+    return INTACT if (found, listed) == (n[c + _COUNT], n[c + _NAMED]) else WRONG_COUNT
 
 
 @borrowing
-def _note(s: State, key: int, clock: int) -> bool:
-    """``key`` is asked for; returns whether to learn from it, and if so has learnt from keys that were not."""
-    reuse.advance(s.model, key, clock)
-    s.turn[_COUNTER] += 1
-    draw = hash_key(s.turn[_COUNTER])
-    if draw & s.turn[_LEARN_MASK]:
-        return False
-    _learn_absences(s, draw)
-    return True
+def _look(s: State, cls: int) -> None:
+    """Look at the next block that holds slots of ``cls``: the lowest of them joins the pool."""
+    n, c, first = s.numbers, _CLASSES + cls * _CLASS, s.numbers[_FIRST]
+    named = first + (1 + cls) * n[_BLOCKS]
+    best, lowest = NO_SLOT, 0
+    while best < 0:
+        resident = False
+        at = named + n[c + _NEXT]
+        block = n[at]
+        for slot in range(block * _BLOCK, block * _BLOCK + _BLOCK):
+            if s.pasts[slot].cls == cls:
+                resident = True
+                if pool.was_passed(n, c + _POOL, slot):
+                    continue
+                value = reuse.estimate(s, s.pasts[slot])
+                if best < 0 or value < lowest:
+                    best, lowest = slot, value
+        if not resident:
+            _forget_block(s, cls, at)
+        n[c + _SWEEP] = (n[c + _SWEEP] + _GOLDEN) & 0xFFFFFFFF
+        n[c + _NEXT] = (n[c + _SWEEP] * n[c + _NAMED]) >> 32
+    prefetch(n, named + ((n[c + _SWEEP] + _GOLDEN & 0xFFFFFFFF) * n[c + _NAMED] >> 32))
+    ahead = n[named + n[c + _NEXT]] * _BLOCK
+    for slot in range(ahead, ahead + _BLOCK, WAYS):
+        prefetch(s.pasts, slot)
+    pool.offer(n, c + _POOL, best, lowest)
 
 
 @borrowing
-def _learn_absences(s: State, draw: int) -> None:
-    """One slot and one set of ghosts, drawn by a hash: a hand meets slots at one age."""
-    n_slots = len(s.nodes) - LEVELS * len(s.filled)
-    draw = hash_key(draw)
+def _forget_block(s: State, cls: int, at: int) -> None:
+    """The block named at index ``at`` of the numbers holds no slot of ``cls`` any more."""
+    n, c, first = s.numbers, _CLASSES + cls * _CLASS, s.numbers[_FIRST]
+    block = n[at]
+    n[c + _NAMED] -= 1
+    n[at] = n[first + (1 + cls) * n[_BLOCKS] + n[c + _NAMED]]
+    n[first + block] ^= 1 << cls
+    for slot in range(block * _BLOCK, block * _BLOCK + _BLOCK):
+        if s.pasts[slot].named == cls:
+            s.pasts[slot].named = ABSENT
+
+
+@borrowing
+def _choose(s: State, cls: int) -> None:
+    """The lowest of the pool as it is now becomes the candidate; what left or rose moves on the way."""
+    n, c = s.numbers, _CLASSES + cls * _CLASS
+    at = c + _POOL
+    slot, value = NO_SLOT, 0
+    while True:  # each entry is dropped, or brought up to date, at most once
+        slot = pool.lowest(n, at)
+        if slot < 0:
+            _look(s, cls)
+        elif s.pasts[slot].cls != cls:
+            pool.drop_lowest(n, at)
+        else:
+            value = reuse.estimate(s, s.pasts[slot])
+            if value <= pool.second_value(n, at):
+                break
+            pool.offer(n, at, slot, value)
+    n[c + _CHOSEN], n[c + _CHOSEN_VALUE] = slot, value
+    prefetch(s.pasts, _first_way(s, wide(s.pasts[slot].tag)))
+    following = pool.second(n, at)
+    prefetch(s.pasts, _first_way(s, wide(s.pasts[following].tag)))
+
+
+@borrowing
+def _settle(s: State) -> None:
+    """The ghost of the key asked for last learns of it: not at once, so that memory has time to bring it."""
+    n = s.numbers
+    at, known = _seek(s, n[_PENDING])
+    reuse.begin_or_use(s, s.pasts[at], n[_PENDING], known, n[_PENDING_TIME])
+    n[_TAG], n[_FOUND], n[_PENDING] = n[_PENDING], at, -1
+
+
+@borrowing
+def _learn_absences(s: State) -> None:
+    """One slot and one set of ghosts, drawn by a hash: in turn they would come in the order they were filled in."""
+    n_slots, sets = s.numbers[_GHOSTS], s.numbers[_SETS_MASK] + 1
+    s.numbers[_DRAWS] += 1
+    draw = hash_key(s.numbers[_DRAWS])
     slot = (draw * n_slots) >> 32
-    if s.nodes[slot].cls != ABSENT:
-        reuse.learn_absence(s.model, s.nodes[slot], n_slots / reuse.pace(s.model))
-    sets = len(s.ghosts) // WAYS
-    first = ((hash_key(draw) * sets) >> 32) * WAYS
+    if s.pasts[slot].cls != ABSENT:
+        reuse.learn_absence(s, s.pasts[slot], n_slots / reuse.pace(s))
+    first = _first_way(s, hash_key(draw))
     for at in range(first, first + WAYS):
-        if s.ghosts[at].last:
-            reuse.learn_absence(s.model, s.ghosts[at], sets / reuse.pace(s.model))
+        if s.pasts[at].last:
+            reuse.learn_absence(s, s.pasts[at], sets / reuse.pace(s))
 
 
 @borrowing
-def _find(s: State, key: int) -> int:
-    first = first_way(s.ghosts, key)
-    for at in range(first, first + WAYS):
-        if s.ghosts[at].key == np.uint64(key) and s.ghosts[at].last:
-            return at
-    return -1
+def _first_way(s: State, tag: int) -> int:
+    return s.numbers[_GHOSTS] + (tag & s.numbers[_SETS_MASK]) * WAYS  # type: ignore[no-any-return]
 
 
 @borrowing
-def _place(s: State, key: int) -> int:
-    """A free entry for ``key`` (``last`` is 0), else the one not used for longest."""
-    first = first_way(s.ghosts, key)
-    oldest = first
+def _seek(s: State, tag: int) -> tuple[int, bool]:
+    """The ghost of ``tag`` and True, or the place for one and False: a free one, else that not used for longest."""
+    first = _first_way(s, tag)
+    best, most = first, -1
     for at in range(first, first + WAYS):
-        if s.ghosts[at].last < s.ghosts[oldest].last:
-            oldest = at
-    return oldest
+        past = s.pasts[at]
+        free, same = wide(past.last) == 0, wide(past.tag) == tag
+        rank = reuse.since(s, past) | wide(free) << 32 | wide(same and not free) << 33
+        if rank > most:
+            best, most = at, rank
+    return best, most >> 33 != 0
 
 
 @borrowing
-def _level(s: State, past: Any) -> int:
-    level = int(_LEVELS_PER_UNIT * reuse.estimate(s.model, past)) + _ZERO_LEVEL
-    return min(max(level, 0), LEVELS - 1)
+def _find(s: State, tag: int) -> int:
+    """The ghost of ``tag``, or -1; short for the key that was asked for last."""
+    at = s.numbers[_FOUND]
+    if s.numbers[_TAG] != tag or wide(s.pasts[at].tag) != tag or s.pasts[at].last == 0:
+        at = _search(s, tag)
+    return at  # type: ignore[no-any-return]
+
+
+@borrowing
+def _search(s: State, tag: int) -> int:
+    at, known = _seek(s, tag)
+    return at if known else -1

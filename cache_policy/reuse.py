@@ -1,230 +1,311 @@
-"""A model of reuse, learnt while it is used: how likely a key is asked for in the next step, from its own past.
+"""A model of reuse, learnt while it is used: how likely a key is asked for when its turn next comes, from its own past.
 
-What is known of a key (``past``, part of a slot's node or of a ghost) is the tick of its last use and four counts of
-uses that decay with half-lives of 4, 16, 64 and 256 ticks, kept as log2. A tick is the time in which a key is used at
-most once: a decode step, one value of the tier's clock. Where many keys repeat within one, ticks are cut short. The
-estimate, a log-odds, is a sum of five table entries::
+Time is cut in *ticks*: about as long as it takes until keys repeat. A tick is one value of the tier's clock, a decode
+step, or less where many keys repeat within one. Within a tick, time advances by requests, in 1/256. A key's *turns* are
+the times one, two, … ticks after its last use: steps that ask for their keys in the same order, layer after layer, come
+by a key's place once a tick.
 
-    v = Σ_h T_h[rate of half-life h, age] + T_4[count of half-life 256, ticks since the start]
+What is known of a key (:data:`PAST`, 16 bytes) is the time of its last use, in which of the 32 turns up to it the key
+was used (one bit each), and the count of its uses, halved every 256 ticks, as log2. The estimate, in log-odds, is a
+sum of four table entries::
 
-where *age* is the number of ticks since the last use, in octaves, and *rate* the decayed count divided by what a key
-used at every tick would have, in half-octaves. The first four say how frequency and recency combine at four spans of
-memory; the last says what a count is worth while little has been seen. No weight between frequency and recency is
-given: the entries are fitted online by the gradient of the logarithmic loss with a step per entry (AdaGrad; Duchi,
-Hazan and Singer, JMLR 2011), from uses (1) and from sampled keys that were not used when their turn came (0, weighted
-by how many keys a sample stands for). Until something is learnt, ``v`` falls with age and rises with the longest count.
+    v = A[last 8 turns, bit by bit] + B[number used in the 24 before] + C[rate, age] + D[count, ticks since the start]
 
-All functions take ``past``: a structured record with ``key`` (u8), ``last`` (u4) and ``counts`` (f4[4]).
+where *age* is the number of turns since the last use, in octaves, and *rate* the count divided by what a key used at
+every turn would have, in half-octaves; D says what a count is worth while little has been seen. No weight between
+frequency and recency is given: entries are fitted online by the gradient of the logarithmic loss with a step per entry
+(AdaGrad; Duchi, Hazan and Singer, JMLR 2011), from uses (1) and from sampled keys that were not used at their turn
+(0, weighted by how many keys a sample stands for). Until something is learnt, ``v`` falls with age and rises with
+the rate. The form is ours.
+
+All functions take the state ``m`` of a policy: any tuple with ``numbers`` (i8) that begin as :func:`make_numbers` made
+them. One array of integers, because compiled calls that are not inlined pass each array in seven words, and because a
+cache asks for estimates far more often than it learns: log-odds are kept in 2**-32.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strataflux.cache_policy.base import later_by, wide
+from strataflux.cache_policy.bits import count_ones, octave
 from strataflux.proto.compiled import borrowing
 
 __all__ = [
-    "FIELDS",
-    "Model",
+    "NUMBERS",
+    "PAST",
     "advance",
+    "attend",
     "begin",
+    "begin_or_use",
     "copy_past",
     "estimate",
+    "last_clock",
     "learn_absence",
-    "make_model",
+    "learn_use",
+    "make_numbers",
+    "now",
     "pace",
+    "since",
     "used",
 ]
 
-FIELDS: list[tuple[str, str, int] | tuple[str, str]] = [("key", "u8"), ("counts", "f4", 4), ("last", "u4")]
-"""What a past is made of; a policy's own fields follow."""
+PAST = np.dtype([("last", "u4"), ("uses", "u4"), ("rate", "u2"), ("cls", "i1"), ("named", "i1"), ("tag", "u4")])
+"""What is known of a key: ``last`` time of use, 0 = nothing is known; ``uses`` bit i = used i turns before that;
+``rate`` log2 of the count at that time; ``tag``, ``cls`` and ``named`` belong to the policy. Four to a cache line.
+"""
+assert PAST.itemsize == 16
 
-_SPANS = 4
-_RATES, _AGES = 24, 16  # half-octaves down from 1; octaves of ticks
-_TABLE = _RATES * _AGES
-_ENTRIES = (_SPANS + 1) * _TABLE
-_STEP = 0.1  # AdaGrad's one rate; three times more or less moves hit rates by at most 0.2 point
-_TABLES = 256  # tables of stores that a session can number
-_SOFT_FIRST, _SOFT_SCALE, _SOFT_SIZE = -16, 32, 1024  # log2(1 + 2**x) for x in [-16, 16)
+_TURN = 256  # units of time in a tick
+_OCTAVE = 2048  # units of log2 in ``rate`` and in everything compared with it
+_DECAY = 8  # units lost in a tick: half a count in 256 ticks
+_ONE = 16 * _OCTAVE  # ``rate`` of a count of 1
+_RATE_MAX = 65535
 
-# Parts of Model.values. Few arrays, because compiled calls that are not inlined pass each of them in seven words.
-_SQUARES = _ENTRIES  # sum of squared gradients of each entry
-_DECAY = 2 * _ENTRIES  # octaves a count loses in a tick, one a span
-_FULL = _DECAY + _SPANS  # log2 of the decayed count of a key used at every tick so far, one a span
-_PACE = _FULL + _SPANS  # requests a tick
-_SOFT = _PACE + 1
+_RATES, _AGES = 24, 16  # half-octaves, octaves
+_HALF_OCTAVE = _OCTAVE // 2
+_SEEN_LEAST = 4 * _OCTAVE  # counts of 1/16 and below share the first row of D
+_STEP = 0.1  # AdaGrad's one rate
+_UNIT = 1 << 32  # of log-odds, and of shares: the small steps of late learning must not round to nothing
+_SQUARE_UNIT = 1 << 20
+_ESTIMATE_BITS = 16  # fewer in an estimate
+_REPEATED = 32  # uses to a repeat: with fewer a tick is too long, with more than eight times as many too short
+_MEMORY = 16  # ticks over which the pace is averaged
+_SHARE = 0.001  # what one use weighs in the share of regular ones
 
-# Parts of Model.now.
-_TICK, _CLOCK, _REQUESTS, _OCTAVE = 0, 1, 2, 3  # tick; its clock; requests in it; octave of ticks since the start
-_REPEATS, _LONGEST = 4, 5  # second uses of a key in this tick; requests after which a tick ends in any case
-_DESCENTS, _IN_ORDER = 6, 7  # requests below the one before in the same table; whether the tick before went in order
-_SHORTEST = 8  # requests a tick that is cut short has at least
-_CURSORS = 9  # the key asked for last in each table
+# Parts of numbers.
+_TIME, _TICK, _CLOCK, _REQUESTS = 0, 1, 2, 3  # now; its tick; the tier's clock; requests in this tick
+_REPEATS, _LONGEST, _SHORTEST = 4, 5, 6  # uses that were repeats; requests that end a tick in any case, and the fewest
+_FULL, _SINCE, _AHEAD = 7, 8, 9  # rate of a key used at every turn; octave of ticks since the start; see estimate
+_START, _SPEED, _SPEED_BITS = 10, 11, 24  # time at which the tick began; units of time a request, in 2**-24
+_DUE, _LEARN_AT, _LEARN_EVERY = 12, 13, 14  # requests in the tick from which on something is due; those learnt from
+_PACE, _REGULAR = 15, 16  # requests a tick; share of uses that come within 1/16 tick of their turn; in _UNIT
+_LATEST = 17  # where A, B, C and D begin
+_EARLIER, _RATE = _LATEST + 256, _LATEST + 256 + 32
+_SEEN = _RATE + _RATES * _AGES
+_ENTRIES = _SEEN + _RATES * _AGES - _LATEST
+_SQUARES = _LATEST + _ENTRIES  # sum of squared gradients of each entry
+_GAIN = _SQUARES + _ENTRIES  # what one more use adds to a rate, by rate in steps of 1/32 octave
+_GAIN_STEP, _GAINS = 64, 1024
+_CLOCKS, _HISTORY = _GAIN + _GAINS, 1024  # the tier's clock at each of the latest ticks
+NUMBERS = _CLOCKS + _HISTORY
+"""How many numbers are the model's; a policy's own follow."""
 
 _NO_LIMIT = 1 << 40
 
 
-class Model(NamedTuple):
-    """The tables and the present moment; the parts of both arrays are named above."""
+def make_numbers(shortest_tick: int, learn_every: int, own: int) -> NDArray[np.int64]:
+    """The numbers of a model that has seen nothing (it ranks by age and frequency alike), and zeros behind them.
 
-    values: NDArray[np.float32]
-    now: NDArray[np.int64]
-
-
-def make_model(shortest_tick: int) -> Model:
-    """A model that has seen nothing and ranks by age and frequency alike.
-
-    ``shortest_tick``: requests; recency that is finer than that is of no use to the caller.
+    Args:
+        shortest_tick: requests; recency that is finer than that is of no use to the caller.
+        learn_every: one request in so many is learnt from.
+        own: how many zeros.
     """
+    n = np.zeros(NUMBERS + own, np.int64)
+    n[_TIME], n[_START], n[_SPEED], n[_TICK] = _TURN, _TURN, _TURN << _SPEED_BITS, 1
+    n[_LONGEST], n[_SHORTEST], n[_LEARN_EVERY], n[_PACE] = _NO_LIMIT, shortest_tick, learn_every, _UNIT
     rate, age = np.arange(_RATES)[:, None], np.arange(_AGES)[None, :]
-    weights = np.zeros((_SPANS + 1, _RATES, _AGES))
     # Half the log-odds of the rate itself, half of one use in the present age: neither is trusted alone.
-    weights[_SPANS - 1] = -np.log(2) * (rate / 2 + age) / 2
-    grid = _SOFT_FIRST + np.arange(_SOFT_SIZE) / _SOFT_SCALE
-    decay = 1 / 4.0 ** np.arange(1, _SPANS + 1)
-    parts = (weights.ravel(), np.ones(_ENTRIES), decay, np.zeros(_SPANS), np.ones(1), np.log2(1 + 2.0**grid))
-    now = np.full(_CURSORS + _TABLES, -1, np.int64)
-    now[:_CURSORS] = 1, 0, 0, 0, 0, _NO_LIMIT, 0, 0, shortest_tick
-    return Model(np.concatenate(parts).astype(np.float32), now)
+    n[_RATE:_SEEN] = (-_UNIT * np.log(2) * (rate / 2 + age) / 2).ravel()
+    n[_SQUARES:_GAIN] = _SQUARE_UNIT
+    rates = ((np.arange(_GAINS) + 0.5) * _GAIN_STEP - _ONE) / _OCTAVE
+    n[_GAIN:_CLOCKS] = np.round(_OCTAVE * np.log2(1 + 2.0**-rates))
+    return n
 
 
 @borrowing
-def advance(m: Model, key: int, clock: int) -> None:
-    """``key`` is asked for at ``clock``: a later clock than any before starts a tick."""
-    if later_by(clock, m.now[_CLOCK]) > 0:
-        m.now[_CLOCK] = clock
-        _start_tick(m)
-    elif m.now[_REQUESTS] >= m.now[_LONGEST]:
-        _start_tick(m)
-    cursor = _CURSORS + ((key >> 40) & (_TABLES - 1))
-    m.now[_REQUESTS] += 1
-    m.now[_DESCENTS] += key < m.now[cursor]
-    m.now[cursor] = key
+def advance(m: Any, clock: int) -> bool:
+    """A key is asked for at ``clock``; whether :func:`attend` must follow at once, because something else is due."""
+    n = m.numbers
+    requests = n[_REQUESTS]
+    n[_REQUESTS] = requests + 1
+    n[_TIME] = n[_START] + min((requests * n[_SPEED]) >> _SPEED_BITS, _TURN - 1)
+    return wide(clock) != n[_CLOCK] or requests >= n[_DUE]  # type: ignore[no-any-return]
 
 
 @borrowing
-def _start_tick(m: Model) -> None:
-    requests, repeats = m.now[_REQUESTS], m.now[_REPEATS]
+def attend(m: Any, clock: int) -> bool:
+    """What is due is done: a tick ends at a later clock than any before, or after as many requests as it may have.
+    Whether this request is one to learn from.
+    """
+    n = m.numbers
+    if later_by(clock, n[_CLOCK]) > 0 or n[_REQUESTS] > n[_LONGEST]:
+        _start_tick(m, clock)
+    learn = n[_REQUESTS] > n[_LEARN_AT]
+    if learn:
+        n[_LEARN_AT] = n[_REQUESTS] - 1 + n[_LEARN_EVERY]
+    n[_DUE] = min(n[_LONGEST], n[_LEARN_AT])
+    return learn  # type: ignore[no-any-return]
+
+
+@borrowing
+def _start_tick(m: Any, clock: int) -> None:
+    """The request just counted is the first of a new tick."""
+    n, requests = m.numbers, m.numbers[_REQUESTS] - 1
+    if later_by(clock, n[_CLOCK]) > 0:
+        n[_CLOCK] = clock
     if requests:
-        m.values[_PACE] += (requests - m.values[_PACE]) / min(m.now[_TICK] - 1, 16)
+        n[_PACE] += (requests * _UNIT - n[_PACE]) // min(max(n[_TICK] - 1, 1), _MEMORY)
+        n[_SPEED] = wide((_TURN << _SPEED_BITS) / max(pace(m), 1.0))
         # Where keys repeat within a tick the clock is too coarse to tell recent from old.
-        m.now[_IN_ORDER] = m.now[_DESCENTS] * 4 < requests
-        if repeats * 8 > requests and requests > m.now[_SHORTEST]:
-            m.now[_LONGEST] = max(requests // 2, m.now[_SHORTEST])
-        elif repeats * 64 < requests:
-            m.now[_LONGEST] = min(m.now[_LONGEST] * 2, _NO_LIMIT)
-    m.now[_TICK] += 1
-    m.now[_REQUESTS] = 0
-    m.now[_REPEATS] = 0
-    m.now[_DESCENTS] = 0
-    m.now[_OCTAVE] = min(_octave(m.now[_TICK]), _AGES - 1)
-    for span in range(_SPANS):
-        m.values[_FULL + span] = _soft_plus(m, m.values[_FULL + span] - m.values[_DECAY + span])
+        if n[_REPEATS] * _REPEATED > requests and requests > n[_SHORTEST]:
+            n[_LONGEST] = max(requests // 2, n[_SHORTEST])
+        elif n[_REPEATS] * 8 * _REPEATED < requests:
+            n[_LONGEST] = min(n[_LONGEST] * 2, _NO_LIMIT)
+        n[_FULL] = _once_more(m, n[_FULL] + _ONE - _DECAY) - _ONE if n[_TICK] > 1 else 0
+    n[_TICK] += 1
+    n[_REQUESTS], n[_REPEATS], n[_LEARN_AT] = 1, 0, 0
+    n[_START] = n[_TIME] = n[_TICK] * _TURN
+    n[_SINCE] = min(octave(n[_TICK]), _AGES - 1)
+    n[_CLOCKS + n[_TICK] % _HISTORY] = n[_CLOCK]
+    # Of uses at any time 1/8 would fall so near a turn by chance.
+    n[_AHEAD] = max(8 * n[_REGULAR] - _UNIT, 0) // 7 // _TURN
 
 
 @borrowing
-def pace(m: Model) -> float:
+def pace(m: Any) -> float:
     """Requests a tick, over about the last sixteen ticks."""
-    return m.values[_PACE]  # type: ignore[no-any-return]
+    return m.numbers[_PACE] / _UNIT  # type: ignore[no-any-return]
 
 
 @borrowing
-def begin(m: Model, past: Any, key: int) -> None:
+def since(m: Any, past: Any) -> int:
+    """Time since the last use, in 1/256 tick, modulo 2**32."""
+    return (m.numbers[_TIME] - wide(past.last)) & 0xFFFFFFFF  # type: ignore[no-any-return]
+
+
+@borrowing
+def last_clock(m: Any, past: Any) -> int:
+    """The tier's clock at the last use; of uses more than 1,023 ticks ago, that of the oldest tick known."""
+    n = m.numbers
+    back = min((n[_TIME] // _TURN - wide(past.last) // _TURN) & 0xFFFFFF, _HISTORY - 1, n[_TICK] - 1)
+    return n[_CLOCKS + (n[_TICK] - back) % _HISTORY]  # type: ignore[no-any-return]
+
+
+@borrowing
+def begin(m: Any, past: Any, tag: int) -> None:
     """``past`` becomes that of a key first seen now."""
-    past.key = key
-    past.last = m.now[_TICK]
-    for span in range(_SPANS):
-        past.counts[span] = 0
+    past.tag = tag
+    past.last = m.numbers[_TIME]
+    past.uses = 1
+    past.rate = _ONE
+
+
+@borrowing
+def begin_or_use(m: Any, past: Any, tag: int, known: bool, time: int) -> None:
+    """As :func:`used` at ``time`` if ``known``, else as :func:`begin`; no branch, either."""
+    first = 1 - wide(known)
+    past.tag = tag
+    past.last = _either(first, time, wide(past.last))
+    past.uses = _either(first, 1, wide(past.uses))
+    past.rate = _either(first, _ONE, wide(past.rate))
+    m.numbers[_REPEATS] -= first
+    used(m, past, time)
 
 
 @borrowing
 def copy_past(into: Any, past: Any) -> None:
-    """Copy what is known of a key from one record to another."""
-    into.key = past.key
+    """Copy what is known of a key from one record to another; ``cls`` stays."""
+    into.tag = past.tag
     into.last = past.last
-    for span in range(_SPANS):
-        into.counts[span] = past.counts[span]
+    into.uses = past.uses
+    into.rate = past.rate
 
 
 @borrowing
-def used(m: Model, past: Any, learn: bool) -> None:
-    """The key was used in this tick; ``learn``: also from it. A second use within a tick changes nothing."""
-    age = _since(m, past)
-    if age == 0:
-        m.now[_REPEATS] += 1
-        return
-    if learn:
-        _learn(m, past, age, 1.0, 1.0)
-    for span in range(_SPANS):
-        past.counts[span] = _soft_plus(m, past.counts[span] - age * m.values[_DECAY + span])
-    past.last = m.now[_TICK]
+def now(m: Any) -> int:
+    """The time, in 1/256 tick."""
+    return m.numbers[_TIME]  # type: ignore[no-any-return]
 
 
 @borrowing
-def learn_absence(m: Model, past: Any, weight: float) -> None:
+def used(m: Any, past: Any, time: int) -> None:
+    """The key is used at ``time``. Uses within half a tick count once.
+
+    Without branches on what ``past`` holds: a CPU that has to guess them cannot go on to the next request while this
+    one waits for memory.
+    """
+    age = ((time - wide(past.last) & 0xFFFFFFFF) + _TURN // 2) // _TURN
+    repeat = wide(age == 0)
+    m.numbers[_REPEATS] += repeat
+    past.uses = (wide(past.uses) << min(age, 32)) & 0xFFFFFFFF | 1
+    past.rate = _either(repeat, wide(past.rate), _once_more(m, wide(past.rate) - _DECAY * age))
+    past.last = _either(repeat, wide(past.last), time)
+
+
+@borrowing
+def learn_use(m: Any, past: Any) -> None:
+    """Learn from a use that :func:`used` is about to be told of."""
+    time = since(m, past) + _TURN // 2
+    if time >= _TURN:
+        near = abs(time % _TURN - _TURN // 2) <= _TURN // 16
+        m.numbers[_REGULAR] += wide(_SHARE * (near * _UNIT - m.numbers[_REGULAR]))
+        _learn(m, past, time // _TURN, 1.0, 1.0)
+
+
+@borrowing
+def _either(first: int, one: int, other: int) -> int:
+    """``one`` if ``first`` is 1, ``other`` if it is 0."""
+    return other ^ (one ^ other) & -first
+
+
+@borrowing
+def _once_more(m: Any, rate: int) -> int:
+    """The rate of one use more."""
+    known = max(rate, 0)
+    return min(known + wide(m.numbers[_GAIN + known // _GAIN_STEP]), _RATE_MAX)
+
+
+@borrowing
+def learn_absence(m: Any, past: Any, weight: float) -> None:
     """Learn from the latest turn of a sampled key, if it was not used then; the sample stands for ``weight`` keys."""
-    age = _since(m, past) - 1 + _had_turn(m, past)
+    age = since(m, past) // _TURN
     if age >= 1:
         _learn(m, past, age, 0.0, weight)
 
 
 @borrowing
-def estimate(m: Model, past: Any) -> float:
-    """Log-odds that the key is used when its turn next comes."""
-    return _sum(m, past, max(_since(m, past) + _had_turn(m, past), 1))
+def estimate(m: Any, past: Any) -> int:
+    """Log-odds that the key is used when its turn next comes, in 1/65536, less the part of a tick until then.
+
+    Of two keys as likely to be used, the one whose turn comes first earns its slot sooner: near the margin, where the
+    odds of what is kept and of what is not differ little, a full tick of waiting weighs as much as one unit of
+    log-odds. It counts in so far as keys keep their turns.
+    """
+    n, time = m.numbers, since(m, past)
+    latest, earlier, rate, seen = _cells(m, past, time // _TURN + 1)
+    return (n[latest] + n[earlier] + n[rate] + n[seen] - (_TURN - time % _TURN) * n[_AHEAD]) >> _ESTIMATE_BITS  # type: ignore[no-any-return]
 
 
 @borrowing
-def _had_turn(m: Model, past: Any) -> int:
-    """1 if the key's turn in this tick is over: steps go through its table in order and are past it; else 0."""
-    passed = wide(past.key) <= m.now[_CURSORS + ((wide(past.key) >> 40) & (_TABLES - 1))]
-    return 1 if passed and m.now[_IN_ORDER] else 0
+def _cells(m: Any, past: Any, age: int) -> tuple[int, int, int, int]:
+    """The entries that count for ``past`` at ``age`` ≥ 1."""
+    turns = (wide(past.uses) << min(age - 1, 32)) & 0xFFFFFFFF
+    count = wide(past.rate) - _ONE - _DECAY * age
+    below = min(max(m.numbers[_FULL] - count, 0) // _HALF_OCTAVE, _RATES - 1)
+    above = min(max(count + _SEEN_LEAST, 0) // _HALF_OCTAVE, _RATES - 1)
+    return (
+        _index(_LATEST + (turns & 255)),
+        _index(_EARLIER + count_ones(turns >> 8)),
+        _index(_RATE + below * _AGES + min(octave(age), _AGES - 1)),
+        _index(_SEEN + above * _AGES + m.numbers[_SINCE]),
+    )
 
 
 @borrowing
-def _since(m: Model, past: Any) -> int:
-    return (wide(m.now[_TICK]) - wide(past.last)) & 0xFFFFFFFF
+def _index(value: int) -> int:
+    """An index that is known not to count from the end, which compiled code would otherwise look at."""
+    return np.uint64(value)  # type: ignore[return-value]  # the u64 of compiled code
 
 
 @borrowing
-def _octave(value: int) -> int:
-    # The exponent of the float; floats are exact up to 2**53.
-    return wide(np.float64(value).view(np.int64) >> 52) - 1023
-
-
-@borrowing
-def _soft_plus(m: Model, x: float) -> float:
-    at = int((x - _SOFT_FIRST) * _SOFT_SCALE + 0.5)
-    return m.values[_SOFT + min(max(at, 0), _SOFT_SIZE - 1)]  # type: ignore[no-any-return]
-
-
-@borrowing
-def _cell(m: Model, past: Any, age: int, octave: int, table: int) -> int:
-    """Index of the entry of ``table`` that counts for ``past`` at ``age`` (``octave`` = that of the age)."""
-    if table == _SPANS:
-        half_octaves = int(2 * (past.counts[_SPANS - 1] - age * m.values[_DECAY + _SPANS - 1])) + 8
-        octave = m.now[_OCTAVE]
-    else:
-        half_octaves = int(2 * (m.values[_FULL + table] - past.counts[table] + age * m.values[_DECAY + table]))
-    return table * _TABLE + min(max(half_octaves, 0), _RATES - 1) * _AGES + octave
-
-
-@borrowing
-def _sum(m: Model, past: Any, age: int) -> float:
-    octave = min(_octave(age), _AGES - 1)
-    total = 0.0
-    for table in range(_SPANS + 1):
-        total += m.values[_cell(m, past, age, octave, table)]
-    return total
-
-
-@borrowing
-def _learn(m: Model, past: Any, age: int, outcome: float, weight: float) -> None:
-    gradient = (1 / (1 + np.exp(-_sum(m, past, age))) - outcome) * weight
-    octave = min(_octave(age), _AGES - 1)
-    for table in range(_SPANS + 1):
-        cell = _cell(m, past, age, octave, table)
-        m.values[_SQUARES + cell] += gradient * gradient
-        m.values[cell] -= _STEP * gradient / np.sqrt(m.values[_SQUARES + cell])
+def _learn(m: Any, past: Any, age: int, outcome: float, weight: float) -> None:
+    n, cells = m.numbers, _cells(m, past, age)
+    total = (n[cells[0]] + n[cells[1]] + n[cells[2]] + n[cells[3]]) / _UNIT
+    gradient = (1 / (1 + np.exp(-total)) - outcome) * weight
+    for cell in cells:
+        square = cell + np.uint64(_ENTRIES)
+        n[square] += wide(gradient * gradient * _SQUARE_UNIT)
+        n[cell] -= wide(_STEP * _UNIT * gradient / np.sqrt(n[square] / _SQUARE_UNIT))

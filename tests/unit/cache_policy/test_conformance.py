@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from strataflux.cache_policy import base, policies, reuse
+from strataflux.cache_policy import base, policies
 from strataflux.cache_policy.errors import UnknownPolicyError
 from strataflux.cache_policy.simulate import Trace, run
 
@@ -148,20 +149,35 @@ def test_a_hot_key_is_kept_through_a_stream_of_others(tier: Tier) -> None:
     tier.check()
 
 
-@pytest.mark.parametrize("field", ["next", "cls"])
-def test_a_broken_node_is_found(tier: Tier, field: str) -> None:
+def slots_of(tier: Tier) -> NDArray[np.void]:
+    """The records of a policy's slots, whatever it calls them."""
+    records: NDArray[np.void] = tier.state.pasts if hasattr(tier.state, "pasts") else tier.state.nodes
+    return records
+
+
+def test_a_slot_of_another_class_is_found(tier: Tier) -> None:
     for key in range(SLOTS):
         tier.request(key, 1)
     tier.check()
-    node = tier.state.nodes[tier.where[4]]
-    node[field] = 0 if field == "next" else (node[field] + 1) % CLASSES
+    slot = slots_of(tier)[tier.where[4]]
+    slot["cls"] = (slot["cls"] + 1) % CLASSES
     assert tier.policy.check_integrity(tier.state) != base.INTACT
 
 
-def test_a_slot_in_no_list_is_found(tier: Tier) -> None:
+@pytest.mark.parametrize(("name", "arguments"), [case for case in CASES if case[0] != "blend"])
+def test_a_broken_link_is_found(name: str, arguments: tuple[int, int, int]) -> None:
+    """Of policies that link their slots."""
+    tier = Tier(policies.POLICIES[name], arguments)
+    for key in range(SLOTS):
+        tier.request(key, 1)
+    tier.state.nodes[tier.where[4]]["next"] = 0
+    assert tier.policy.check_integrity(tier.state) != base.INTACT
+
+
+def test_a_slot_that_nobody_counted_is_found(tier: Tier) -> None:
     tier.request(0, 1)
-    tier.state.nodes[SLOTS - 2]["cls"] = 0
-    assert tier.policy.check_integrity(tier.state) == base.LOST_SLOT
+    slots_of(tier)[SLOTS - 2]["cls"] = 0
+    assert tier.policy.check_integrity(tier.state) in (base.LOST_SLOT, base.WRONG_COUNT)
 
 
 def test_an_unknown_name_is_refused_with_those_known() -> None:
@@ -229,23 +245,9 @@ MADE = {
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.25])
 @pytest.mark.parametrize("made", MADE)
 def test_the_default_keeps_up_with_lru(made: str, share: float) -> None:
-    """Half a point at most below it; two where recency alone decides and a step is larger than the cache."""
-    allowed = 0.02 if made == "recent" else 0.005
+    """Half a point at most below it; somewhat more where recency alone decides and the cache holds a step or less."""
+    allowed = 0.012 if made == "recent" else 0.005
     trace = MADE[made](np.random.default_rng(11))
     slots = int(share * trace.n_keys)
     lru = run(policies.POLICIES["lru"], trace, slots).hit_rate
     assert run(policies.POLICIES[policies.DEFAULT], trace, slots).hit_rate >= lru - allowed
-
-
-def test_the_model_prefers_a_key_used_at_every_tick() -> None:
-    m = reuse.make_model(1)
-    often, once = (np.zeros(1, np.dtype(reuse.FIELDS)) for _ in range(2))
-    for tick in range(1, 60):
-        reuse.advance(m, 1, tick)
-        if tick == 1:
-            reuse.begin(m, often[0], 1)
-            reuse.begin(m, once[0], 2)
-        reuse.used(m, often[0], True)
-        reuse.learn_absence(m, once[0], 1.0)
-    assert reuse.estimate(m, often[0]) > 1 > -1 > reuse.estimate(m, once[0])
-    assert reuse.pace(m) == 1
