@@ -84,14 +84,14 @@ class MethodSpec:
     name: str
     ratio: Fraction | None = None
     """How many times fewer bytes than float16."""
-    bits: int | None = None
-    """Of a number."""
+    number: int | None = None
+    """Bits of a number; or, where tokens are evicted, how many last ones choose."""
 
     def __str__(self) -> str:
         parts = [self.name]
         if self.ratio is not None:
             parts.append(f"{float(self.ratio):g}x")
-        return ":".join(parts if self.bits is None else [*parts, str(self.bits)])
+        return ":".join(parts if self.number is None else [*parts, str(self.number)])
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Making:
         return self.given.to(self.weights.embedding.device)
 
 
-_SPEC = re.compile(r"([a-z][a-z+-]*)(?::(\d{1,4}(?:\.\d{1,4})?)x)?(?::(\d))?")
+_SPEC = re.compile(r"([a-z][a-z+-]*)(?::(\d{1,4}(?:\.\d{1,4})?)x)?(?::(\d{1,2}))?")
 
 
 def parse_method(text: str) -> MethodSpec:
@@ -135,7 +135,7 @@ def parse_method(text: str) -> MethodSpec:
     match = _SPEC.fullmatch(text)
     if match is None or (match[2] and float(match[2]) < 1):
         raise MisuseError(
-            "--kv", repr(text), "NAME:RATIOx, NAME:BITS or both, such as fsq:16x or kivi:2", "write it so"
+            "--kv", repr(text), "NAME:RATIOx, NAME:NUMBER or both, such as fsq:16x or kivi:2", "write it so"
         )
     return MethodSpec(match[1], Fraction(match[2]) if match[2] else None, int(match[3]) if match[3] else None)
 

@@ -98,7 +98,7 @@ class _Layer:
 
 def make_kivi(spec: MethodSpec, making: Making) -> KvMethod:
     """``kivi:2``."""
-    bits, config = spec.bits or 2, making.config
+    bits, config = spec.number or 2, making.config
     group = _value_group(config.head_dim)
     nbytes = partial(kivi_bytes, config, bits)
     return KvMethod(str(spec), lambda _: _Layer(bits, group), lambda prompt, further: nbytes(prompt + further))

@@ -105,7 +105,7 @@ def make_palu(spec: MethodSpec, making: Making) -> KvMethod:
         MisuseError: the ratio leaves nothing beside scales.
         InputError: there is too little text.
     """
-    config, given, bits = making.config, making.text(spec), spec.bits or 4
+    config, given, bits = making.config, making.text(spec), spec.number or 4
     rank, rows = palu_rank(config, budget_bytes(config, spec), bits), heads_of_group(config.kv_heads) * config.head_dim
     require_tokens(spec, given, 2 * config.hidden)
 

@@ -38,14 +38,16 @@ __all__ = [
 
 WINDOW = 8
 """Last tokens of a prompt, which choose and are kept."""
+WINDOWS = (8, 16, 32, 64)
+"""Those that may be asked for: published settings are 8, 32 and 64."""
 POSITION_BYTES = 4
 _NEIGHBOURS = 7
 _BETA = 20
 
 
-def past_tokens(layers: int, prompt: int, average: int) -> list[int]:
+def past_tokens(layers: int, prompt: int, average: int, window: int = WINDOW) -> list[int]:
     """Past tokens that each layer keeps of a prompt, window aside, with ``average`` kept a layer, window included."""
-    most, left = prompt - WINDOW, average - WINDOW
+    most, left = prompt - window, average - window
     last = left // _BETA
     first = 2 * left - last
     if first > most:
@@ -65,6 +67,8 @@ class PyramidPlan:
     """Of a token's keys and values of all heads, position aside."""
     position_bytes: int = POSITION_BYTES
     """Of a kept token: once, or for each head that chooses for itself."""
+    window: int = WINDOW
+    """Last tokens, which choose."""
 
     def kept(self, prompt: int) -> list[int]:
         """Tokens that each layer keeps of a prompt, window included; ``prompt`` each if all fit.
@@ -87,25 +91,26 @@ def _kept(plan: PyramidPlan, prompt: int) -> tuple[int, ...]:
     if budget >= plan.token_bytes * prompt * plan.layers:
         return (prompt,) * plan.layers
     average = min(prompt, int(budget / plan.layers / (plan.token_bytes + plan.position_bytes)))
-    while average > WINDOW:
-        kept = [WINDOW + count for count in past_tokens(plan.layers, prompt, average)]
+    while average > plan.window:
+        kept = [plan.window + count for count in past_tokens(plan.layers, prompt, average, plan.window)]
         if sum(kept) * (plan.token_bytes + plan.position_bytes) <= budget:
             return tuple(kept)
         average -= 1
     found = f"{float(plan.target):g} bytes a token of {prompt}"
-    expected = f"more than the {WINDOW} tokens of {plan.token_bytes + plan.position_bytes} bytes that are always kept"
+    kept_bytes = plan.token_bytes + plan.position_bytes
+    expected = f"more than the {plan.window} tokens of {kept_bytes} bytes that are always kept"
     raise MisuseError("pyramid", found, expected, "ask for a smaller ratio, or give longer prompts")
 
 
-def scores_of_past(queries: Tensor, keys: Tensor, *, shared: bool) -> Tensor:
-    """Scores [sequences, kv_heads or 1, past] of a prompt's tokens but the last W, of queries [sequences, heads, n,
-    head_dim] and keys [sequences, kv_heads, n, head_dim].
+def scores_of_past(queries: Tensor, keys: Tensor, window: int = WINDOW, *, shared: bool) -> Tensor:
+    """Scores [sequences, kv_heads or 1, past] of a prompt's tokens but the last ``window``, of queries [sequences,
+    heads, n, head_dim] and keys [sequences, kv_heads, n, head_dim].
     """
-    newest = queries[:, :, -WINDOW:].unflatten(1, (keys.shape[1], -1))  # type: ignore[no-untyped-call]
+    newest = queries[:, :, -window:].unflatten(1, (keys.shape[1], -1))  # type: ignore[no-untyped-call]
     logits = newest @ keys[:, :, None].transpose(-1, -2) / math.sqrt(keys.shape[-1])
-    ahead = torch.ones(WINDOW, WINDOW, dtype=torch.bool, device=keys.device).triu(1)
-    logits[..., -WINDOW:].masked_fill_(ahead, -math.inf)
-    attention = logits.softmax(-1)[..., :-WINDOW].sum(-2)
+    ahead = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
+    logits[..., -window:].masked_fill_(ahead, -math.inf)
+    attention = logits.softmax(-1)[..., :-window].sum(-2)
     scores = attention.mean((1, 2))[:, None] if shared else attention.mean(2)
     return max_pool1d(scores, _NEIGHBOURS, stride=1, padding=_NEIGHBOURS // 2)
 
@@ -118,12 +123,14 @@ class _Layer(Appended):
         self._plan, self._index, self._shared = plan, index, shared
 
     def prefill(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        window = self._plan.window
         count = self._plan.kept(keys.shape[2])[self._index]
         if count == keys.shape[2]:
             return super().prefill(queries, keys, values)
-        best = scores_of_past(queries, keys, shared=self._shared).topk(count - WINDOW, -1).indices.sort(-1).values
-        places = best.expand(-1, keys.shape[1], -1)[..., None].expand(-1, -1, -1, keys.shape[-1])
-        self.append(*(torch.cat((part.gather(2, places), part[:, :, -WINDOW:]), 2) for part in (keys, values)))
+        scores = scores_of_past(queries, keys, window, shared=self._shared)
+        places = scores.topk(count - window, -1).indices.sort(-1).values
+        places = places.expand(-1, keys.shape[1], -1)[..., None].expand(-1, -1, -1, keys.shape[-1])
+        self.append(*(torch.cat((part.gather(2, places), part[:, :, -window:]), 2) for part in (keys, values)))
         return attend_newest(queries, keys, values)
 
 
@@ -132,10 +139,10 @@ def _layers_of(plan: PyramidPlan, name: str, shared: bool) -> KvMethod:
 
 
 def make_pyramid(spec: MethodSpec, making: Making) -> KvMethod:
-    """``pyramid:4x`` and ``pyramid-shared:4x``."""
+    """``pyramid:4x`` and ``pyramid-shared:4x``; ``pyramid:4x:32`` has a window of 32 tokens."""
     config, shared = making.config, spec.name == "pyramid-shared"
     positions = POSITION_BYTES * (1 if shared else config.kv_heads)
-    plan = PyramidPlan(config.layers, _target(config, spec), full_bytes(config), positions)
+    plan = PyramidPlan(config.layers, _target(config, spec), full_bytes(config), positions, spec.number or WINDOW)
     return _layers_of(plan, str(spec), shared)
 
 
@@ -149,11 +156,11 @@ def make_fsq_pyramid(spec: MethodSpec, making: Making) -> KvMethod:
     config, ratio = making.config, spec.ratio or Fraction(1)
     if ratio < 4:
         raise MisuseError(str(spec), f"{float(ratio):g}x", "at least 4x", "use fsq alone")
-    codes = codes_of(spec, making, budget_bytes(config, replace(spec, ratio=ratio / 2)))
+    codes = codes_of(spec, making, budget_bytes(config, MethodSpec(spec.name, ratio / 2)))
     sizes: Sequence[int] = [code.grid.nbytes for code in codes]
     if len(set(sizes)) > 1:
         raise MisuseError(str(spec), f"codes of {sorted(set(sizes))} bytes", "one size in all layers", "convert so")
-    plan = PyramidPlan(config.layers, _target(config, spec), sizes[0])
+    plan = PyramidPlan(config.layers, _target(config, spec), sizes[0], window=spec.number or WINDOW)
     return replace(_layers_of(plan, str(spec), shared=True), rebuild=rebuild_from(codes))
 
 

@@ -11,7 +11,7 @@ from strataflux.client.evaluate.methods.held import Appended
 from strataflux.client.evaluate.methods.kivi import make_kivi
 from strataflux.client.evaluate.methods.latent import make_latent, make_posthoc
 from strataflux.client.evaluate.methods.palu import make_palu
-from strataflux.client.evaluate.methods.pyramid import make_fsq_pyramid, make_pyramid
+from strataflux.client.evaluate.methods.pyramid import WINDOWS, make_fsq_pyramid, make_pyramid
 from strataflux.client.evaluate.methods.turboquant import make_turboquant
 
 __all__ = ["METHODS", "Method", "check_method", "make_method"]
@@ -28,7 +28,7 @@ class Method:
     make: Callable[[MethodSpec, Making], KvMethod]
     about: str
     allowed: tuple[int, ...] = ()
-    """Bits it can do; beside a ratio they may be left out."""
+    """Numbers it can do; beside a ratio they may be left out."""
 
 
 def _make_exact(spec: MethodSpec, making: Making) -> KvMethod:
@@ -39,13 +39,17 @@ def _make_exact(spec: MethodSpec, making: Making) -> KvMethod:
 METHODS: Mapping[str, Method] = {
     "exact": Method("none", False, _make_exact, "every key and value; counted as float16"),
     "fsq": Method("ratio", True, make_fsq, "a finite-scalar-quantized code, bits given out by direction"),
-    "fsq+pyramid": Method("ratio", True, make_fsq_pyramid, "such a code of half the ratio, and head-shared eviction"),
+    "fsq+pyramid": Method(
+        "ratio", True, make_fsq_pyramid, "such a code of half the ratio, and head-shared eviction", WINDOWS
+    ),
     "kivi": Method("bits", False, make_kivi, "integers by group, the newest 128 tokens exact", (2, 3, 4)),
     "latent": Method("ratio", True, make_latent, "a low-rank latent in float16"),
     "palu": Method("ratio", True, make_palu, "low-rank latents of groups of heads, in 4 bits", (2, 3, 4)),
     "posthoc": Method("ratio", True, make_posthoc, "a low-rank latent, put on a grid of 16 levels afterwards"),
-    "pyramid": Method("ratio", False, make_pyramid, "eviction after the prompt, each head for itself"),
-    "pyramid-shared": Method("ratio", False, make_pyramid, "eviction after the prompt, one choice for all heads"),
+    "pyramid": Method("ratio", False, make_pyramid, "eviction after the prompt, each head for itself", WINDOWS),
+    "pyramid-shared": Method(
+        "ratio", False, make_pyramid, "eviction after the prompt, one choice for all heads", WINDOWS
+    ),
     "turboquant": Method("bits", False, make_turboquant, "turned vectors on the best grid, a norm each", (1, 2, 3, 4)),
 }
 """Names as ``--kv`` takes them."""
@@ -60,10 +64,10 @@ def check_method(spec: MethodSpec) -> Method:
     if spec.name not in METHODS:
         raise MisuseError("--kv", repr(spec.name), f"one of {', '.join(sorted(METHODS))}", "name one of them")
     method = METHODS[spec.name]
-    amounts = {"ratio": spec.ratio is not None, "bits": spec.bits is not None and spec.ratio is None, "none": True}
+    amounts = {"ratio": spec.ratio is not None, "bits": spec.number is not None and spec.ratio is None, "none": True}
     if method.amount == "none":
-        amounts["none"] = spec.ratio is None and spec.bits is None
-    if not amounts[method.amount] or (spec.bits is not None and spec.bits not in method.allowed):
+        amounts["none"] = spec.ratio is None and spec.number is None
+    if not amounts[method.amount] or (spec.number is not None and spec.number not in method.allowed):
         examples = {"ratio": ":8x", "bits": f":{' or :'.join(map(str, method.allowed))}", "none": " alone"}
         raise MisuseError("--kv", str(spec), f"{spec.name}{examples[method.amount]}", "write it so")
     return method

@@ -79,7 +79,7 @@ def make_turboquant(spec: MethodSpec, making: Making) -> KvMethod:
     Raises:
         ValueError: heads cannot be turned.
     """
-    bits = spec.bits or 4
+    bits = spec.number or 4
     check_head_dim(making.config.head_dim)
     size = turboquant_bytes(making.config, bits)
     return KvMethod(str(spec), lambda _: _Layer(bits), lambda prompt, further: size * (prompt + further))

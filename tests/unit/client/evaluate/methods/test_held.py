@@ -199,9 +199,9 @@ def test_scores_are_the_attention_of_the_window() -> None:
     torch.testing.assert_close(scores_of_past(queries, keys, shared=True)[0], shared)
 
 
-@pytest.mark.parametrize("name", ["pyramid", "pyramid-shared"])
-def test_positions_after_a_prompt_see_what_was_kept(weights: DecoderWeights, name: str) -> None:
-    method = make_method(parse_method(f"{name}:2x"), Making(weights))
+@pytest.mark.parametrize(("name", "window"), [("pyramid", 8), ("pyramid-shared", 8), ("pyramid-shared", 16)])
+def test_positions_after_a_prompt_see_what_was_kept(weights: DecoderWeights, name: str, window: int) -> None:
+    method = make_method(parse_method(f"{name}:2x:{window}"), Making(weights))
     queries, keys, values = heads(64, seed=5, sequences=2)
     held, prompt = method.hold(1), 60
     exact = make_method(parse_method("exact"), Making(weights)).hold(1)
@@ -209,12 +209,12 @@ def test_positions_after_a_prompt_see_what_was_kept(weights: DecoderWeights, nam
     torch.testing.assert_close(held.prefill(*before), exact.prefill(*before))
     found = held.decode(*(part[:, :, prompt:] for part in (queries, keys, values)))
     positions = 4 if name == "pyramid-shared" else 8
-    kept = PyramidPlan(2, Fraction(64), 128, positions).kept(prompt)[1]
-    scores = scores_of_past(before[0], before[1], shared=name == "pyramid-shared")
+    kept = PyramidPlan(2, Fraction(64), 128, positions, window).kept(prompt)[1]
+    scores = scores_of_past(before[0], before[1], window, shared=name == "pyramid-shared")
     for sequence in range(2):
         for head in range(HEADS):
             own = scores[sequence, 0 if name == "pyramid-shared" else head // 2]
-            chosen = sorted(own.topk(kept - WINDOW).indices.tolist()) + list(range(prompt - WINDOW, prompt + 3))
+            chosen = sorted(own.topk(kept - window).indices.tolist()) + list(range(prompt - window, prompt + 3))
             seen = (part[sequence, head // 2][chosen] for part in (keys, values))
             expected = attend_one(queries[sequence, head, prompt + 2], *seen)
             torch.testing.assert_close(found[sequence, head, 2], expected)

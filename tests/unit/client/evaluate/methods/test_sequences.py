@@ -26,7 +26,8 @@ TOKENS = [5, 80, 80, 3, 200, 17, 256, 1, 9, 9, 30, 44]
         ("pyramid-shared:2.5x", MethodSpec("pyramid-shared", Fraction(5, 2))),
         ("fsq+pyramid:16x", MethodSpec("fsq+pyramid", Fraction(16))),
         ("palu:8x:3", MethodSpec("palu", Fraction(8), 3)),
-        ("kivi:2", MethodSpec("kivi", bits=2)),
+        ("pyramid:4x:32", MethodSpec("pyramid", Fraction(4), 32)),
+        ("kivi:2", MethodSpec("kivi", number=2)),
         ("exact", MethodSpec("exact")),
     ],
 )
@@ -35,7 +36,7 @@ def test_names_are_read_as_they_are_written(text: str, spec: MethodSpec) -> None
     assert str(spec) == text
 
 
-@pytest.mark.parametrize("text", ["", "8x", "palu:", "palu:x", "palu:0.5x", "kivi:16", "FSQ:8x", "fsq:4:8x"])
+@pytest.mark.parametrize("text", ["", "8x", "palu:", "palu:x", "palu:0.5x", "kivi:160", "FSQ:8x", "fsq:4:8x"])
 def test_what_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(MisuseError, match="NAME:RATIOx"):
         parse_method(text)
