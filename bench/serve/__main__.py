@@ -5,7 +5,7 @@
 
 Stages: base, records of 512 bytes with everything measured; big, many small records; one for each recorded trace, with
 as many records of 2 KiB as it has and RAM for a share of them. Needs `pip install 'strataflux[race]'`; a rival that is
-not there is left out, with the reason. The records are written under --folder and removed. Exit code 1 if a cell failed.
+not there is left out, with the reason. Records are written under --folder and removed. Exit code 1 if a cell failed.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def race(
         for rival in rivals:
             rival.folder = folder / rival.name.replace(", ", "-")
             rival.folder.mkdir()
-            build(rival)
+        build(rivals)
         for rival in rivals:
             hosts[rival.name] = stack.enter_context(Host.open(rival, stage, options.seconds))
         for cell in stage.cells:

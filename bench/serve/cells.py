@@ -136,7 +136,7 @@ def _steps(session: Session, reader: Reader) -> dict[str, Any]:
     else:
         steps = [row[row >= 0] for row in stage.trace]
     session.ready()
-    _play(reader, steps, session.seconds / 2)
+    _play(reader, steps, session.seconds)
     session.begin()
     times, lookups, served = _play(reader, steps, session.seconds)
     session.end()

@@ -29,9 +29,9 @@ class Group:
         """Move this process in; children follow."""
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
-    def allow(self, more_bytes: int) -> None:
-        """No more than what is charged now and ``more_bytes``."""
-        self.limit.write_text(str(int(self.usage.read_text()) + more_bytes))
+    def allow(self, more_bytes: int, cached_bytes: int) -> None:
+        """No more than ``more_bytes`` beside what is charged now, ``cached_bytes`` of which are of those."""
+        self.limit.write_text(str(int(self.usage.read_text()) - cached_bytes + more_bytes))
 
     def lift(self) -> None:
         """No limit."""

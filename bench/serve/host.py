@@ -11,7 +11,7 @@ import os
 import signal
 import statistics
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -42,13 +42,19 @@ def takes_part(rival: Rival, cell: Cell) -> bool:
     return rival.name != "strataflux, waiting" or cell.kind == "steps"
 
 
-def build(rival: Rival) -> None:
-    """Write its records, in a process that takes what that needs with it."""
-    process = _FORK.Process(target=rival.build)
-    process.start()
-    process.join()
-    if process.exitcode != 0:
-        raise RuntimeError(f"{rival.name}: writing its records ended with {process.exitcode}")
+def build(rivals: Sequence[Rival]) -> None:
+    """Write the records of all at once, in processes that take what that needs with them.
+
+    Raises:
+        RuntimeError: one of them failed, naming it.
+    """
+    writers = [_FORK.Process(target=rival.build, name=rival.name) for rival in rivals]
+    for process in writers:
+        process.start()
+    for process in writers:
+        process.join()
+    if failed := [f"{process.name} ended with {process.exitcode}" for process in writers if process.exitcode != 0]:
+        raise RuntimeError(f"writing the records: {', '.join(failed)}")
 
 
 class Host:
@@ -106,6 +112,7 @@ def _host(connection: "Connection[Any, Any]", rival: Rival, stage: Stage, second
         group.enter()
     try:
         rival.start()
+        drop_page_cache(rival.files())  # whoever wrote it was no member of the group
         connection.send({})
         while (cell := connection.recv()) is not None:
             try:
@@ -129,15 +136,16 @@ def _run(rival: Rival, stage: Stage, cell: Cell, seconds: float, group: Group | 
     watch = threading.Thread(target=_abort_at_a_death, args=(barrier, sessions))
     watch.start()
     try:
-        found = _watch(barrier, rival, [p.pid or 0 for p in sessions], group if limited else None)
-    except Exception:
-        barrier.abort()
-        parts = [ours.recv() for ours, _ in pipes if ours.poll(1.0)]
-        raise RuntimeError("; ".join(str(part.get("error", part)) for part in parts) or "no word") from None
+        found = _watch(barrier, rival, cell, [p.pid or 0 for p in sessions], group if limited else None)
+        parts = [ours.recv() for ours, _ in pipes if ours.poll(_WATCHDOG_SECONDS)]
+    except threading.BrokenBarrierError:
+        said = [ours.recv() for ours, _ in pipes if ours.poll(1.0)]
+        words = "; ".join(part.get("error", "") for part in said) or "a session ended without a word"
+        raise RuntimeError(words) from None
     finally:
+        barrier.abort()  # whoever still waits is let go
         if group is not None and limited:
             group.lift()
-        parts = [ours.recv() for ours, _ in pipes if ours.poll(1.0)]
         for process in sessions:
             process.join(30.0)
             process.kill()
@@ -158,14 +166,15 @@ def _abort_at_a_death(barrier: Barrier, sessions: list[Any]) -> None:
                 barrier.abort()
 
 
-def _watch(barrier: Barrier, rival: Rival, pids: list[int], group: Group | None) -> dict[str, float]:
+def _watch(barrier: Barrier, rival: Rival, cell: Cell, pids: list[int], group: Group | None) -> dict[str, float]:
     """The parent's part: the limit, CPU and memory."""
     meet = partial(barrier.wait, _WATCHDOG_SECONDS)
     everybody = [*pids, *rival.pids()]
     meet()
-    drop_page_cache(rival.files())
+    if cell.kind in ("cold", "miss"):  # else what the cell before left is as good a start as a daemon's own cache
+        drop_page_cache(rival.files())
     if group is not None:
-        group.allow(rival.share_bytes + _ALLOWANCE)
+        group.allow(rival.share_bytes + _ALLOWANCE, memory_of((), rival.files()).page_cache)
     meet()
     meet()
     before = cpu_seconds(everybody)

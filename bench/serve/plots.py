@@ -28,7 +28,7 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
         rows = sorted((row for row in base if row["kind"] == kind), key=lambda row: row["rate"])
         names = [row["rival"] for row in rows]
         axes.barh(names, [row["rate"] for row in rows], color=[_COLORS.get(name) for name in names])
-        axes.set(title=title, xscale="log")
+        axes.set(title=title, xscale="log" if kind == "hits" else "linear")
     steps = [row for row in base if row["kind"] == "steps"]
     for name in dict.fromkeys(row["rival"] for row in steps):
         mine = [row for row in steps if row["rival"] == name]
