@@ -66,7 +66,7 @@ class RocksDb(Rival):
         return options
 
     def build(self) -> None:
-        from rocksdict import Rdict, SstFileWriter
+        from rocksdict import IngestExternalFileOptions, Rdict, SstFileWriter
 
         options = self._options(1 << 20)
         tables = []
@@ -81,10 +81,10 @@ class RocksDb(Rival):
                 for key, value in zip(keys.astype(">u8").view("V8").tolist(), values, strict=True):
                     writer[key] = value
             writer.finish()
+        moved = IngestExternalFileOptions()
+        moved.set_move_files(True)
         with Rdict(str(self._path), options) as database:
-            database.ingest_external_file(tables)
-        for table in tables:
-            Path(table).unlink(missing_ok=True)
+            database.ingest_external_file(tables, moved)
 
     def files(self) -> Sequence[Path]:
         return tuple(self._path.glob("*.sst"))
