@@ -82,7 +82,7 @@ def test_kivi_sees_what_its_paper_says(weights: DecoderWeights, prompt: int) -> 
     for now in (prompt, 131, 160, 256, 289):
         if now < prompt:
             continue
-        for head in range(HEADS):
+        for head in (0, HEADS - 1):
             seen = kivi_seen(keys[0, head // 2], values[0, head // 2], now)
             expected = attend_one(queries[0, head, now], *seen)
             torch.testing.assert_close(found[0, head, now - prompt], expected, atol=1e-5, rtol=1e-4)
