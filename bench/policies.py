@@ -1,6 +1,6 @@
 """What a decision of each replacement policy costs, against exact LRU's in the same run.
 
-    PYTHONSAFEPATH=1 PYTHONPATH=.importroot python bench/policies.py [--slots 1048576] [--json]
+    PYTHONSAFEPATH=1 PYTHONPATH=.importroot python bench/policies.py [--policy lru,blend] [--slots 1048576] [--json]
 
 A cache of --slots slots is filled from a stream of keys, then rounds of all policies are interleaved over the same
 further requests; the fastest round of each counts. A request is a directory look-up and what the policy is asked:
@@ -17,7 +17,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from strataflux.cache_policy.policies import POLICIES
+from strataflux.cache_policy.policies import POLICIES, find_policies
 
 STEP = 16384  # requests with one clock value
 
@@ -63,14 +63,14 @@ def fill(name: str, stream: NDArray[np.int64], slots: int) -> tuple[Any, NDArray
     return state, directory, held
 
 
-def measure(slots: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+def measure(names: list[str], slots: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
     replay: Any = numba.njit(**options)(requests)
     results: dict[str, dict[str, dict[str, float]]] = {}
     for kind, stream in streams(np.random.default_rng(0), slots, (rounds + 3) * slots).items():
         best: dict[str, float] = {}
         hits: dict[str, int] = {}
-        caches = {name: fill(name, stream, slots) for name in POLICIES}
+        caches = {name: fill(name, stream, slots) for name in names}
         for part in range(rounds + 3):
             keys = stream[part * slots : (part + 1) * slots]
             for name, (state, directory, held) in caches.items():
@@ -83,7 +83,7 @@ def measure(slots: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
                     best[name] = min(best.get(name, took), took)
         results[kind] = {
             name: {"nanoseconds": best[name], "ratio_to_lru": best[name] / best["lru"], "hit_rate": hits[name] / slots}
-            for name in POLICIES
+            for name in names
         }
     return results
 
@@ -93,8 +93,9 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=1 << 20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--policy", default="all", help="all, or names separated by commas; lru is added")
     options = parser.parse_args()
-    results = measure(options.slots, options.rounds)
+    results = measure([*{"lru": 0} | find_policies(options.policy)], options.slots, options.rounds)
     if options.json:
         print(json.dumps(results))
         return
