@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from service_report import machine, write_report
 
 from serve.cells import WIDEST
-from serve.host import Host, build, takes_part
+from serve.host import Host, build
 from serve.loops import compile_loops
 from serve.plan import Records, Stage, base_stage, big_stage, trace_stage
 from serve.report import show, write_page
@@ -103,8 +103,9 @@ def race(
         records = Records.of(bench_store(folder, setup, lambda _: None))
         width = max(WIDEST, stage.lookups_per_step)
         rivals = [kind(records, folder, stage.budget_bytes, stage.hot, width) for kind in kinds]
-        if stage.name == "big":
-            rivals = [rival for rival in rivals if rival.most_records >= records.count and not rival.hits_only]
+        wanted = {cell.kind for cell in stage.cells}
+        whole = [rival for rival in rivals if stage.name == "base" or rival.count == records.count]
+        rivals = [rival for rival in whole if wanted & set(rival.kinds)]
         hosts = {}
         for rival in rivals:
             rival.folder = folder / rival.name.replace(", ", "-")
@@ -114,7 +115,7 @@ def race(
             hosts[rival.name] = stack.enter_context(Host.open(rival, stage, options.seconds))
         for cell in stage.cells:
             for rival in rivals:
-                if takes_part(rival, cell):
+                if cell.kind in rival.kinds:
                     print(f"{stage.name}: {cell.label}: {rival.name}", file=sys.stderr)
                     try:
                         found["rows"].append({"stage": stage.name} | hosts[rival.name].run(cell))

@@ -24,22 +24,13 @@ from serve.plan import Cell, Stage
 from serve.rival import Rival
 from serve.usage import cpu_seconds, drop_page_cache, memory_of
 
-__all__ = ["Host", "build", "takes_part"]
+__all__ = ["Host", "build"]
 
 _FORK = multiprocessing.get_context("fork")
 _WATCHDOG_SECONDS = 300.0
 _PR_SET_PDEATHSIG = 1
 _ALLOWANCE = 2 << 20
 """Beside the budget, for stacks and page tables: a limit counts them, and without room for them the kernel kills."""
-
-
-def takes_part(rival: Rival, cell: Cell) -> bool:
-    """Whether the cell says something about the rival."""
-    if cell.kind == "hits_whole":  # others copy whole records in any case
-        return rival.compiled and not (rival.waits and rival.name.startswith("strataflux"))
-    if rival.hits_only:
-        return cell.kind in ("hits", "latency")
-    return rival.name != "strataflux, waiting" or cell.kind == "steps"
 
 
 def build(rivals: Sequence[Rival]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve.loops import touch_addresses
-from serve.rival import Keys, Reader, Rival
+from serve.rival import IN_PLACE, Keys, Reader, Rival
 
 __all__ = ["Lmdb"]
 
@@ -105,7 +105,7 @@ class Lmdb(Rival):
         "mdb_get from a compiled loop, integer keys, one read transaction, no read-ahead; records touched in place"
     )
     in_page_cache = True
-    compiled = True
+    kinds = IN_PLACE
 
     @classmethod
     def missing(cls) -> str | None:

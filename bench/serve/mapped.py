@@ -8,7 +8,7 @@ import numpy as np
 
 from serve.loops import touch_mapped
 from serve.plan import Records
-from serve.rival import Keys, Reader, Rival
+from serve.rival import IN_PLACE, Keys, Reader, Rival
 
 __all__ = ["Mapped"]
 
@@ -44,8 +44,7 @@ class Mapped(Rival):
     name = "mmap"
     interface = "the store's own file mapped (MADV_RANDOM), touched by compiled code; a page brings its neighbours"
     in_page_cache = True
-    compiled = True
-    key_value = False
+    kinds = IN_PLACE
 
     def files(self) -> Sequence[Path]:
         return (self.records.path,)

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import ClassVar
 
 import numpy as np
 
 from serve.loops import touch_addresses
 from serve.plan import Records
-from serve.rival import Keys, Reader, Rival
+from serve.rival import IN_PLACE, Keys, Reader, Rival
 from strataflux.client.control import Control
 from strataflux.client.launch import PrivateDaemon
 from strataflux.client.session import Session
@@ -63,9 +64,9 @@ class Skipping(Rival):
 
     name = "strataflux"
     interface = "look-ups of a session in compiled code, records read in place; a step goes on without what is absent"
-    compiled = True
-    key_value = False
-    waits = False
+    kinds = IN_PLACE
+    waits: ClassVar[bool] = False
+    """A step waits for what is absent."""
 
     def __init__(self, records: Records, *others: object) -> None:
         super().__init__(records, *others)  # type: ignore[arg-type]  # as the base takes them
@@ -129,4 +130,5 @@ class Waiting(Skipping):
 
     name = "strataflux, waiting"
     interface = "as strataflux, but a step waits for all of its records"
+    kinds = ("steps",)
     waits = True

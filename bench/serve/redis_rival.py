@@ -40,7 +40,7 @@ class Redis(Rival):
 
     name = "redis"
     interface = "an MGET a call over a Unix socket, parsed by hiredis; no persistence"
-    hits_only = True
+    kinds = ("hits", "latency")
 
     _server: "subprocess.Popen[bytes] | None" = None
 

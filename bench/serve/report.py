@@ -114,7 +114,8 @@ def _large(rows: _Rows) -> str:
     lines = []
     for name in rows.rivals:
         hits, latency = (rows.get(name, "big", kind) for kind in ("hits", "latency"))
-        if step := rows.get(name, "big", "steps", _MIDDLE):
+        step = rows.get(name, "big", "steps", _MIDDLE)
+        if hits or step:
             alone = ["–" if hits is None else _rate(hits["rate"]), "–" if latency is None else _both(latency)]
             lines.append([name, *alone, _step(step)])
     return _table(["", *head], lines)

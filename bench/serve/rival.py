@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serve.plan import Records
 
-__all__ = ["Keys", "Reader", "Rival"]
+__all__ = ["IN_PLACE", "Keys", "Reader", "Rival"]
 
 Keys = NDArray[np.int64]
+IN_PLACE: Final[tuple[str, ...]] = ("hits", "hits_whole", "latency", "cold", "miss", "steps")
 
 
 class Reader(Protocol):
@@ -44,12 +45,8 @@ class Rival:
     """How it is called, in words."""
     in_page_cache: ClassVar[bool] = False
     """What it caches is the kernel's to keep, so its process group is limited."""
-    compiled: ClassVar[bool] = False
-    """Records are touched by compiled code without a call of Python for each."""
-    key_value: ClassVar[bool] = True
-    hits_only: ClassVar[bool] = False
-    waits: ClassVar[bool] = True
-    """A step has all of its records; else what is not cached is left out of it."""
+    kinds: ClassVar[tuple[str, ...]] = ("hits", "latency", "cold", "miss", "steps")
+    """Cells that say something about it; whole records are touched apart only where they are read in place."""
     threads: ClassVar[int] = 16
     """Readers at once that bring in cold records."""
     most_records: ClassVar[int] = 1 << 40
