@@ -152,6 +152,7 @@ def insert(s: State, slot: int, cls: int, key: int, _clock: int, _score: int) ->
         _settle(s)
     at = _find(s, tag)
     if at >= 0:
+        reuse.filled(s, s.pasts[at])
         reuse.copy_past(past, s.pasts[at])
         s.pasts[at].last = 0
     else:
@@ -217,7 +218,10 @@ def admit(s: State, key: int, cls: int, _score: int, _clock: int) -> bool:
     if n[_PENDING] >= 0:
         _settle(s)
     at = _find(s, hash_key(key))
-    return at < 0 or reuse.estimate(s, s.pasts[at]) >= n[c + _CHOSEN_VALUE]
+    if at < 0 or reuse.estimate(s, s.pasts[at]) >= n[c + _CHOSEN_VALUE]:
+        return True
+    n[_CALLS] += 1  # the next miss looks further, though nothing came or went
+    return False
 
 
 @borrowing

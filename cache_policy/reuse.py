@@ -41,6 +41,7 @@ __all__ = [
     "begin_or_use",
     "copy_past",
     "estimate",
+    "filled",
     "last_clock",
     "learn_absence",
     "learn_use",
@@ -71,6 +72,7 @@ _UNIT = 1 << 32  # of log-odds, and of shares: the small steps of late learning 
 _SQUARE_UNIT = 1 << 20
 _ESTIMATE_BITS = 16  # fewer in an estimate
 _REPEATED = 32  # uses to a repeat: with fewer a tick is too long, with more than eight times as many too short
+_DELAY_BITS = 8  # the delay is averaged over 2**8 fills
 _MEMORY = 16  # ticks over which the pace is averaged
 _SHARE = 0.001  # what one use weighs in the share of regular ones
 
@@ -80,8 +82,9 @@ _REPEATS, _LONGEST, _SHORTEST = 4, 5, 6  # uses that were repeats; requests that
 _FULL, _SINCE, _AHEAD = 7, 8, 9  # rate of a key used at every turn; octave of ticks since the start; see estimate
 _START, _SPEED, _SPEED_BITS = 10, 11, 24  # time at which the tick began; units of time a request, in 2**-24
 _DUE, _LEARN_AT, _LEARN_EVERY = 12, 13, 14  # requests in the tick from which on something is due; those learnt from
+_DELAY = 17  # from a request to its fill, in 1/256 of a unit of time
 _PACE, _REGULAR = 15, 16  # requests a tick; share of uses that come within 1/16 tick of their turn; in _UNIT
-_LATEST = 17  # where A, B, C and D begin
+_LATEST = 18  # where A, B, C and D begin
 _EARLIER, _RATE = _LATEST + 256, _LATEST + 256 + 32
 _SEEN = _RATE + _RATES * _AGES
 _ENTRIES = _SEEN + _RATES * _AGES - _LATEST
@@ -161,13 +164,22 @@ def _start_tick(m: Any, clock: int) -> None:
     n[_SINCE] = min(octave(n[_TICK]), _AGES - 1)
     n[_CLOCKS + n[_TICK] % _HISTORY] = n[_CLOCK]
     # Of uses at any time 1/8 would fall so near a turn by chance.
-    n[_AHEAD] = max(8 * n[_REGULAR] - _UNIT, 0) // 7 // _TURN
+    regular = max(8 * n[_REGULAR] - _UNIT, 0) // 7
+    n[_AHEAD] = regular // _TURN * max(_TURN - 2 * (n[_DELAY] >> _DELAY_BITS), 0) // _TURN
 
 
 @borrowing
 def pace(m: Any) -> float:
     """Requests a tick, over about the last sixteen ticks."""
     return m.numbers[_PACE] / _UNIT  # type: ignore[no-any-return]
+
+
+@borrowing
+def filled(m: Any, past: Any) -> None:
+    """The key asked for at the last use known comes into a slot."""
+    delay = since(m, past)
+    if delay < _TURN:
+        m.numbers[_DELAY] += delay - (m.numbers[_DELAY] >> _DELAY_BITS)
 
 
 @borrowing
@@ -272,7 +284,8 @@ def estimate(m: Any, past: Any) -> int:
 
     Of two keys as likely to be used, the one whose turn comes first earns its slot sooner: near the margin, where the
     odds of what is kept and of what is not differ little, a full tick of waiting weighs as much as one unit of
-    log-odds. It counts in so far as keys keep their turns.
+    log-odds. It counts in so far as keys keep their turns and fills come at once: what arrives half a tick late has
+    missed as many turns as it can still be early for.
     """
     n, time = m.numbers, since(m, past)
     latest, earlier, rate, seen = _cells(m, past, time // _TURN + 1)
