@@ -110,7 +110,7 @@ def _sessions(rows: _Rows) -> str:
 def _large(rows: _Rows) -> str:
     if "big" not in rows.stages:
         return ""
-    head = ["20 times as many records: hits/s", "one hit, p50 / p99", "step, p50 / p99, served"]
+    head = ["the large store: hits/s", "one hit, p50 / p99", "step, p50 / p99, served"]
     lines = []
     for name in rows.rivals:
         hits, latency = (rows.get(name, "big", kind) for kind in ("hits", "latency"))

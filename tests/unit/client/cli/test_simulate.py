@@ -65,3 +65,17 @@ def test_a_table_for_people(run: Run, trace: Path) -> None:
     assert said.code == 0
     assert "made: hit rate" in said.out
     assert "belady" in said.out
+
+
+def test_a_plot_is_written(run: Run, trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "rates.png"
+    assert run("simulate", trace, "--policy", "lru", "--capacity", "10%,25%", "--plot", out, "--json").code == 0
+    assert out.read_bytes()[1:4] == b"PNG"
+
+
+def test_without_matplotlib_a_plot_is_refused_first(run: Run, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = run("simulate", trace, "--plot", "rates.png", "--json")
+    assert said.code == 2
+    assert "strataflux[bench]" in said.json()["error"]["remedy"]
