@@ -29,6 +29,7 @@ from strataflux.client.runtime.models import ModelConfig
 __all__ = [
     "POSITION_BYTES",
     "WINDOW",
+    "WINDOWS",
     "PyramidPlan",
     "make_fsq_pyramid",
     "make_pyramid",
