@@ -90,7 +90,7 @@ def make_state(n_slots: int, n_classes: int, n_keys_hint: int) -> State:
     pasts = raw[start : start + len(raw) - _LINE].view(reuse.PAST)
     pasts["cls"][: blocks * _BLOCK] = pasts["named"][: blocks * _BLOCK] = ABSENT
     own = _CLASSES - _DRAWS + n_classes * _CLASS + blocks * (1 + n_classes)
-    looks = min(max(_LOOKS_TIMES_SLOTS // n_slots, 1), _LOOKS)
+    looks = min(max(_LOOKS_TIMES_SLOTS // max(n_slots, 1), 1), _LOOKS)
     learn_every = 1
     while learn_every * _LEARNT < n_slots:
         learn_every *= 2

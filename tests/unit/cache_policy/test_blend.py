@@ -90,3 +90,10 @@ def test_rare_keys_are_kept_out_of_a_cache_of_favourites() -> None:
         blend.requested(s, key, 0, clock)
         refused += not blend.admit(s, key, 0, 0, clock)
     assert refused > 150
+
+
+def test_a_cache_without_slots_has_no_candidate() -> None:
+    s = blend.make_state(0, 2, 0)
+    blend.requested(s, 1, 0, 1)
+    assert blend.candidate(s, 0) == base.NO_SLOT
+    assert blend.check_integrity(s) == base.INTACT
