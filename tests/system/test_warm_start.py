@@ -34,7 +34,8 @@ def launch(start: Start, store: SmallStore, state: Path, *arguments: str) -> Dae
 
 
 def stats_of(daemon: Daemon) -> control_pb2.Stats:
-    return daemon.control().GetStats(control_pb2.GetStatsRequest())
+    stats: control_pb2.Stats = daemon.control().GetStats(control_pb2.GetStatsRequest())
+    return stats
 
 
 def make_warm(daemon: Daemon, store: SmallStore) -> None:
