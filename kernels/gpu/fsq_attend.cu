@@ -21,8 +21,8 @@ struct Scores {
   static const int CHUNKS = (BYTES + 15) / 16, STEPS_A_CHUNK = KIND == HALF ? 2 : 1, STEPS = CHUNKS * STEPS_A_CHUNK;
   static const int N = D / SHARES, STEP_BYTES = N * 32, IMAGE = STEPS * STEP_BYTES, BLOCK = 64 * BYTES, PAIRS = N / 16;
   static const int TURN = 2 * D, AT_CODES = IMAGE, AT_TURNS = AT_CODES + TEAMS * BLOCK, AT_AFFINE = AT_TURNS + TEAMS * 2 * TURN;
-  static const int QUERY = 16 * N, ITEMS = (GROUP * N / 4 + 127) / 128;  // bytes of eight heads; words a thread turns
-  static const int AT_GAMMA = AT_AFFINE + 8 * D, AT_QUERIES = AT_GAMMA + 2 * D, AT_BARRIERS = AT_QUERIES + TEAMS * QUERY;
+  static const int QUERY = D / 2 + 4;  // words of a head's query: so far apart that eight rows never meet in a bank
+  static const int AT_GAMMA = AT_AFFINE + 8 * D, AT_QUERIES = AT_GAMMA + 2 * D, AT_BARRIERS = AT_QUERIES + 8 * 4 * QUERY;
 
   // A block's codes, and the turns of its first position, which are read longer: they have two places.
   static __device__ __forceinline__ void fetch(u8* shared, int team, u32 place, const u8* codes, const uint2* base, int tile) {
@@ -78,31 +78,19 @@ struct Scores {
     hold(acc);
   }
 
-  // A thread's part of the queries, turned back by a block's first position, as the right side of products: of each
-  // eight channels and the eight that turn with them, rows of 16 bytes.
-  static __device__ __forceinline__ void turn_queries(
-      u8* to, const u32 (&queries)[ITEMS][2], const uint2* turned, int thread, int share) {
+  // Logits of this lane's two tokens: of heads 2c and 2c + 1 for the first, then for the second. Of a share of the
+  // channels only the sums, and of squares; `at` is where its words begin.
+  static __device__ __forceinline__ void score(
+      float (&found)[4], float (&squares)[4], const Value (&acc)[N / 2], const float4* affine, const u32* gamma, const uint2* turned,
+      const u32 (&cosine)[2][PAIRS], const u32 (&sine)[2][PAIRS], const u32* query, float2 scalar, int at) {
+    float other[4] = {};
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-      const int item = thread + 128 * i, row = item / (N / 4), word = item % (N / 4);
-      if (row >= GROUP) break;
-      const uint2 turn = turned[N / 4 * share + word];
-      const u32 p = queries[i][0], q = queries[i][1];
-      u32* at = (u32*)(to + word / 4 * 256 + row * 16 + word % 4 * 4);
-      at[0] = fma_halves(p, turn.x, multiply_halves(q, turn.y));
-      at[32] = fma_halves(q, turn.x, minus_halves(multiply_halves(p, turn.y)));
-    }
-  }
-
-  // Turned keys of this lane's two tokens as the left side of products, and their sums of squares; `at` is where the
-  // words of its channels begin.
-  static __device__ __forceinline__ void turn_keys(
-      u32 (&a)[PAIRS][4], float (&squares)[2], const Value (&acc)[N / 2], const float4* affine, const u32* gamma,
-      const u32 (&cosine)[2][PAIRS], const u32 (&sine)[2][PAIRS], int at) {
-    squares[0] = squares[1] = 0;
+    for (int i = 0; i < 4; i++) found[i] = squares[i] = 0;
 #pragma unroll
     for (int j = 0; j < PAIRS; j++) {
       const float4 first = affine[4 * j + at], second = affine[4 * j + at + D / 4];
+      const uint2 turn = turned[4 * j + at];  // cosines and sines of two channels at the block's first position
+      u32 a[4], squared[4];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const float x0 = as_float(acc[4 * j + 2 * r]) * first.x + first.y;
@@ -111,40 +99,24 @@ struct Scores {
         const float y1 = as_float(acc[4 * (j + PAIRS) + 2 * r + 1]) * second.z + second.w;
         u32 x = halves(x0, x1), y = halves(y0, y1);
         if (NORM) {
-          squares[r] += x0 * x0 + x1 * x1 + y0 * y0 + y1 * y1;
+          squared[r] = multiply_halves(x, x), squared[r + 2] = multiply_halves(y, y);
           x = multiply_halves(x, gamma[4 * j + at]), y = multiply_halves(y, gamma[4 * j + at + D / 4]);
         }
-        a[j][r] = fma_halves(x, cosine[r][j], minus_halves(multiply_halves(y, sine[r][j])));
-        a[j][r + 2] = fma_halves(y, cosine[r][j], multiply_halves(x, sine[r][j]));
+        a[r] = fma_halves(x, cosine[r][j], minus_halves(multiply_halves(y, sine[r][j])));
+        a[r + 2] = fma_halves(y, cosine[r][j], multiply_halves(x, sine[r][j]));
       }
+      const u32 p = query[4 * j + at], q = query[4 * j + at + D / 4];
+      const u32 b0 = fma_halves(p, turn.x, multiply_halves(q, turn.y));
+      const u32 b1 = fma_halves(q, turn.x, minus_halves(multiply_halves(p, turn.y)));
+      if (NORM) multiply(squares, squared, 0x3C003C00u, 0x3C003C00u);  // times ones: sums over all channels
+      multiply(j % 2 ? other : found, a, b0, b1);
     }
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-      if (NORM) {
-        squares[r] += __shfl_xor_sync(EVERY, squares[r], 1);
-        squares[r] += __shfl_xor_sync(EVERY, squares[r], 2);
-      }
-  }
-
-  // Logits of this lane's two tokens: of heads 2c and 2c + 1 for the first, then for the second. Of a share of the
-  // channels only the sums.
-  static __device__ __forceinline__ void score(
-      float (&found)[4], const u32 (&a)[PAIRS][4], const float (&squares)[2], const u8* queries, float2 scalar) {
-    const u64 start = tile_at<8>(queries);
-#pragma unroll
-    for (int i = 0; i < 4; i++) found[i] = 0;
-    hold(found);
-    begin_products();
-#pragma unroll
-    for (int j = 0; j < PAIRS; j++) product<HALF, 8>(found, a[j], step_of(start, 256 * j));
-    commit_products();
-    finish_products<0>();
-    hold(found);
-    if (SHARES > 1) return;
-#pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float scale = scalar.y * (NORM ? rsqrtf(squares[r] * (1.0f / D) + scalar.x) : 1.0f);
-      found[2 * r] *= scale, found[2 * r + 1] *= scale;
+      const float norm = NORM ? rsqrtf(squares[2 * r] * (1.0f / D) + scalar.x) : 1.0f;
+      const float scale = SHARES == 1 ? scalar.y * norm : 1.0f;
+      found[2 * r] = (found[2 * r] + other[2 * r]) * scale;
+      found[2 * r + 1] = (found[2 * r + 1] + other[2 * r + 1]) * scale;
     }
   }
 };
@@ -177,7 +149,11 @@ __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
   for (int i = threadIdx.x; i < 2 * D; i += 128 * TEAMS)
     ((float*)(shared + Of::AT_AFFINE))[i] = ((const float*)affine)[head * 2 * D + i];
   for (int i = threadIdx.x; i < D / 2; i += 128 * TEAMS) ((u32*)(shared + Of::AT_GAMMA))[i] = gamma[i];
-  for (int i = threadIdx.x; i < TEAMS * Of::QUERY / 4; i += 128 * TEAMS) ((u32*)(shared + Of::AT_QUERIES))[i] = 0;
+  for (int i = threadIdx.x; i < 4 * D; i += 128 * TEAMS) {
+    const int row = i / (D / 2), at = i % (D / 2);
+    const u32 word = row < GROUP ? queries[((sequence * kv_heads + head) * GROUP + row) * (D / 2) + at] : 0;
+    ((u32*)(shared + Of::AT_QUERIES))[row * Of::QUERY + at] = word;
+  }
   __syncthreads();
 
   const int tiles = (lengths[sequence] + 63) / 64;
@@ -200,15 +176,7 @@ __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
       sine[r][j] = inner[(64 + token + 8 * r) * (D / 4) + 4 * j + at];
     }
   }
-  u32 query[Of::ITEMS][2] = {};
-#pragma unroll
-  for (int i = 0; i < Of::ITEMS; i++) {
-    const int item = threadIdx.x % 128 + 128 * i, row = item / (Of::N / 4), word = Of::N / 4 * share + item % (Of::N / 4);
-    const u32* of_row = queries + ((sequence * kv_heads + head) * GROUP + row) * (D / 2);
-    if (row < GROUP) query[i][0] = of_row[word], query[i][1] = of_row[word + D / 4];
-  }
   const float2 scalar = scalars[head];
-  u8* turned = shared + Of::AT_QUERIES + team * Of::QUERY;
   wait_for_bytes(barriers + TEAMS, 0);
 
   u32 parity = 0;
@@ -219,21 +187,16 @@ __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
     Of::rebuild(acc, own, shared, token, c, ORDERED && tile + 1 < last ? (team + 1) % TEAMS : -1);
     meet_group(team);  // all have read their codes
     if (threadIdx.x % 128 == 0 && tile + TEAMS < last) Of::fetch(shared, team, parity ^ 1, from, base, tile + TEAMS);
-    const uint2* turns = (const uint2*)(shared + Of::AT_TURNS + (2 * team + parity) * Of::TURN);
-    Of::turn_queries(turned, query, turns, threadIdx.x % 128, share);
-    u32 keys[PAIRS][4];
-    float found[4], summed[2];
-    Of::turn_keys(keys, summed, acc, (const float4*)(shared + Of::AT_AFFINE), (const u32*)(shared + Of::AT_GAMMA), cosine,
-                  sine, at);
-    show_products();
-    meet_group(team);  // all queries are there; the last products with others are over for all since the last meeting
-    Of::score(found, keys, summed, turned, scalar);
+    float found[4], summed[4];
+    Of::score(found, summed, acc, (const float4*)(shared + Of::AT_AFFINE), (const u32*)(shared + Of::AT_GAMMA),
+              (const uint2*)(shared + Of::AT_TURNS + (2 * team + parity) * Of::TURN), cosine, sine,
+              (const u32*)(shared + Of::AT_QUERIES) + g * Of::QUERY, scalar, at);
     const int heads = kv_heads * GROUP;
     float* to = SHARES == 1 ? scores + ((u64)sequence * blocks + tile) * heads * 64
                             : scores + ((u64)(sequence * SHARES + share) * blocks + tile) * heads * 64;
     if (SHARES > 1 && c == 0) {
       float* sums = squares + ((u64)(sequence * SHARES + share) * blocks + tile) * kv_heads * 64 + head * 64;
-      sums[token] = summed[0], sums[token + 8] = summed[1];
+      sums[token] = summed[0], sums[token + 8] = summed[2];
     }
 #pragma unroll
     for (int i = 0; i < 2; i++)

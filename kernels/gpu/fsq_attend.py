@@ -64,8 +64,8 @@ def has_fsq_path(x: Tensor) -> bool:
 def shared_bytes(decoder: FsqDecoder, teams: int) -> int:
     """Shared memory of a block of threads: a head's decoder, and for each team of 128 threads a block of codes."""
     d = decoder.heads.head_dim
-    each = BLOCK_TOKENS * decoder.heads.grid.nbytes + 4 * d + 16 * d // decoder.shares + 8
-    return decoder.images.shape[1] + teams * each + 10 * d + 8
+    each = BLOCK_TOKENS * decoder.heads.grid.nbytes + 4 * d + 8
+    return decoder.images.shape[1] + teams * each + 10 * d + 8 * (2 * d + 16) + 8
 
 
 def teams_of(decoder: FsqDecoder) -> int:

@@ -18,9 +18,6 @@ const u32 EVERY = 0xFFFFFFFFu;
 #define NEXT_32 "%32,%33,%34,%35,%36,%37,%38,%39," REGISTERS_8(4) "," REGISTERS_8(5) ",%60,%61,%62,%63"
 #define EACH_8(k, x, i) k(x[i]), k(x[i + 1]), k(x[i + 2]), k(x[i + 3]), k(x[i + 4]), k(x[i + 5]), k(x[i + 6]), k(x[i + 7])
 #define EACH_32(k, x, i) EACH_8(k, x, i), EACH_8(k, x, i + 8), EACH_8(k, x, i + 16), EACH_8(k, x, i + 24)
-#define PRODUCT_8(k, what, more)                                                                  \
-  asm volatile("wgmma.mma_async.sync.aligned." what " {%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, 1" more ";" \
-               : k(acc[0]), k(acc[1]), k(acc[2]), k(acc[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tile))
 #define PRODUCT_64(k, what, more)                                                                 \
   asm volatile("wgmma.mma_async.sync.aligned." what " {" FIRST_32 "}, {%32,%33,%34,%35}, %36, 1" more ";" \
                : EACH_32(k, acc, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tile))
@@ -31,7 +28,6 @@ const u32 EVERY = 0xFFFFFFFFu;
 // One step: acc[64 tokens × N] += a · tileᵀ. Asynchronous: see finish_products.
 template <Kind KIND, int N>
 __device__ __forceinline__ void product(float (&acc)[N / 2], const u32 (&a)[4], u64 tile) {
-  if constexpr (N == 8 && KIND == HALF) PRODUCT_8("+f", "m64n8k16.f32.f16.f16", ", 1, 1, 0");
   if constexpr (N == 64 && KIND == HALF) PRODUCT_64("+f", "m64n64k16.f32.f16.f16", ", 1, 1, 0");
   if constexpr (N == 128 && KIND == HALF) PRODUCT_128("+f", "m64n128k16.f32.f16.f16", ", 1, 1, 0");
   if constexpr (N == 64 && KIND == FP8) PRODUCT_64("+f", "m64n64k32.f32.e4m3.e4m3", ", 1, 1");
@@ -67,9 +63,6 @@ __device__ __forceinline__ u64 tile_at(const void* pointer) {
   return (u64)(shared_address(pointer) >> 4) | (u64)N << 16 | (u64)8 << 32;
 }
 __device__ __forceinline__ u64 step_of(u64 tile, u32 bytes) { return tile + (bytes >> 4); }
-
-// What this thread stored in shared memory is there for products after the next barrier.
-__device__ __forceinline__ void show_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Copies of multiples of 16 bytes into shared memory that count on a barrier there.
 __device__ __forceinline__ void make_barrier(u64* barrier) {

@@ -12,7 +12,6 @@ static void wait_for_turn(int team) { meet(of_turn[team]); }
 static void pass_turn(int to) {
   if (++of_turn[to].arrived == of_turn[to].expected) of_turn[to].arrived = 0, of_turn[to].held++;
 }
-static void show_products() {}
 static void begin_products() {}
 static void commit_products() {}
 template <int LEFT>
