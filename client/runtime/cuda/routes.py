@@ -9,8 +9,8 @@ three errands, each in a later launch than the one before: *select* channels, *f
 * a set that writes to it at position w, its product being launch ``2w - 1``, is added before the state at
   ``w + behind``, at the latest beside the product ``2 · (w + behind) - 1`` that is added there, too.
 
-A selection takes as long as the shortest products. One that would ride on such a one waits for the next but one, which
-is longer, where few records are left to be fetched in less time.
+A selection takes as long as the shortest products. A reader's that would ride on such a one waits for the next but one,
+which is longer, where few records are left to be fetched in less time. (A writer's did worse there, on an H200.)
 
 Between selecting and adding, records are fetched wherever the link has time; what is due first comes first. What has no
 launch between (the first layer's readers, the last layer's ``down``, every set with behind = 0) has no route: it is
@@ -113,10 +113,10 @@ def _writer(layer: int, number: int, behind: int, layers: int) -> Route | None:
 
 
 def _waiting(route: Route, pieces: int, capacity: Sequence[int]) -> Route:
-    """The route with its selection beside a longer product, if enough time is left to fetch."""
+    """A reader's route with its selection beside a longer product, if enough time is left to fetch."""
     later = route.select + _SETS // 2
     left = sum(capacity[launch % _SETS] for launch in range(later + 1, route.add))
-    longer = capacity[later % _SETS] > capacity[route.select % _SETS]
+    longer = route.target < 0 and capacity[later % _SETS] > capacity[route.select % _SETS]
     return route._replace(select=later) if longer and left >= _SPARE * pieces else route
 
 
