@@ -8,7 +8,7 @@ from torch import Tensor
 
 from strataflux.client.prepare.fsq import FsqSettings
 
-__all__ = ["FsqRequest", "FsqTraining", "default_rate"]
+__all__ = ["FsqRequest", "FsqTraining"]
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class FsqTraining:
     tokens: Tensor = field(compare=False)
     """[n] int64 of text; some of it is held out."""
     seconds: float
-    rate: float | None = None
-    """Relative to the size of what is trained; None: by how much is left to gain, :func:`default_rate`."""
+    rate: float = 3e-3
+    """The largest step, relative to the size of what it changes; 1e-2 was worse (docs/FSQ.md)."""
     length: int = 512
     """Tokens of a sequence."""
     steps: int = 1_000_000
@@ -44,8 +44,3 @@ class FsqRequest:
             text = hashlib.sha256(self.training.tokens.contiguous().numpy().tobytes()).hexdigest()
             told["training"] = {**vars(self.training), "tokens": text}
         return told
-
-
-def default_rate(full_bytes: int, nbytes: int) -> float:
-    """Relative rate of training for a code of ``nbytes`` in the place of ``full_bytes``."""
-    return 3e-3 if full_bytes >= 12 * nbytes else 1e-3

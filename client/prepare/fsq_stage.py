@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from strataflux.client.errors import InputError
-from strataflux.client.prepare.fsq import Conversion, convert, full_bytes
+from strataflux.client.prepare.fsq import Conversion, convert
 from strataflux.client.prepare.fsq_file import FsqAbout, save_codes, weights_digest
-from strataflux.client.prepare.fsq_request import FsqRequest, FsqTraining, default_rate
+from strataflux.client.prepare.fsq_request import FsqRequest, FsqTraining
 from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, hold_out, random_sequences
 from strataflux.client.prepare.prepared import FSQ, PreparedModel
 from strataflux.client.prepare.settings import PrepareSettings
@@ -103,9 +103,7 @@ class FsqStage:
         advance: Callable[[], object],
     ) -> FsqTuning:
         text, held_out = _split(training, self._device)
-        full = full_bytes(source.config)
-        rate = training.rate or default_rate(full, request.settings.nbytes)
-        settings = TuneSettings(training.steps, rate, training.seconds)
+        settings = TuneSettings(training.steps, training.rate, training.seconds)
         weights = DecoderWeights.read(source).to(self._device)
         state = self._work.folder / f"fsq-{request.name}.training"
         tuning = FsqTuning(weights, layers, settings, state, held_out)

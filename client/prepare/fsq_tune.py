@@ -37,7 +37,7 @@ class TuneSettings:
     """How long and how fast to train: until ``steps`` are done or ``seconds`` are over, whichever is first."""
 
     steps: int
-    rate: float = 1e-3
+    rate: float = 3e-3
     """The largest step, relative to the size of what it changes."""
     seconds: float = math.inf
     """Of training, over all runs from one state."""
