@@ -2,13 +2,12 @@
 //
 // fsq_scores: a block rebuilds the keys of one KV head. The head's decoder stays in shared memory; codes come in blocks
 // of 64 tokens, one a warpgroup, and become the left side of products in registers. A thread has channels d and d + D/2
-// of two tokens next to each other, so that norm and rotation need no exchange but one sum of four lanes.
+// of two tokens next to each other, so that rotation needs no exchange; squares are summed by the tensor cores.
 // fsq_mix.cu comes next: softmax and sums of codes, of all heads at once, since they share the codes.
 
 #include "fsq_device.cuh"
 
-const float MAGIC = 12582912.0f;  // 1.5 · 2^23: a float whose bits plus a whole number are that float plus the number
-const u32 MAGIC_BITS = 0x4B400000u;
+const u32 MAGIC_BITS = 0x4B400000u;  // of 1.5 · 2^23: plus a whole number they are that float plus the number
 
 template <Kind KIND> struct Sum { typedef float Type; };
 template <> struct Sum<INT8> { typedef u32 Type; };
