@@ -1,7 +1,7 @@
 """A model of reuse, learnt while it is used: how likely a key is asked for when its turn next comes, from its own past.
 
 Time is cut in *ticks*: about as long as it takes until keys repeat. A tick is one value of the tier's clock, a decode
-step, or less where many keys repeat within one. Within a tick, time advances by requests, in 1/256. A key's *turns* are
+step; less where many keys repeat within one, and several where the clock is finer than that. Within a tick, time advances by requests, in 1/256. A key's *turns* are
 the times one, two, … ticks after its last use: steps that ask for their keys in the same order, layer after layer, come
 by a key's place once a tick.
 
@@ -72,6 +72,8 @@ _UNIT = 1 << 32  # of log-odds, and of shares: the small steps of late learning 
 _SQUARE_UNIT = 1 << 20
 _ESTIMATE_BITS = 16  # fewer in an estimate
 _REPEATED = 32  # uses to a repeat: with fewer a tick is too long, with more than eight times as many too short
+_LEAST_UNIT = 1 << 20
+_LEAST_STEP = 32  # what one use weighs, in parts
 _DELAY_BITS = 8  # the delay is averaged over 2**8 fills
 _MEMORY = 16  # ticks over which the pace is averaged
 _SHARE = 0.001  # what one use weighs in the share of regular ones
@@ -83,8 +85,9 @@ _FULL, _SINCE, _AHEAD = 7, 8, 9  # rate of a key used at every turn; octave of t
 _START, _SPEED, _SPEED_BITS = 10, 11, 24  # time at which the tick began; units of time a request, in 2**-24
 _DUE, _LEARN_AT, _LEARN_EVERY = 12, 13, 14  # requests in the tick from which on something is due; those learnt from
 _DELAY = 17  # from a request to its fill, in 1/256 of a unit of time
+_LEAST = 18  # requests that a tick has at least, in 1/_LEAST_UNIT
 _PACE, _REGULAR = 15, 16  # requests a tick; share of uses that come within 1/16 tick of their turn; in _UNIT
-_LATEST = 18  # where A, B, C and D begin
+_LATEST = 19  # where A, B, C and D begin
 _EARLIER, _RATE = _LATEST + 256, _LATEST + 256 + 32
 _SEEN = _RATE + _RATES * _AGES
 _ENTRIES = _SEEN + _RATES * _AGES - _LATEST
@@ -134,8 +137,12 @@ def attend(m: Any, clock: int) -> bool:
     Whether this request is one to learn from.
     """
     n = m.numbers
-    if later_by(clock, n[_CLOCK]) > 0 or n[_REQUESTS] > n[_LONGEST]:
-        _start_tick(m, clock)
+    later = later_by(clock, n[_CLOCK]) > 0
+    if later:
+        n[_CLOCK] = clock
+    # A clock may be finer than the time in which keys repeat, and then some of its values make a tick.
+    if (later and n[_REQUESTS] > n[_LEAST] // _LEAST_UNIT) or n[_REQUESTS] > n[_LONGEST]:
+        _start_tick(m)
     learn = n[_REQUESTS] > n[_LEARN_AT]
     if learn:
         n[_LEARN_AT] = n[_REQUESTS] - 1 + n[_LEARN_EVERY]
@@ -144,11 +151,9 @@ def attend(m: Any, clock: int) -> bool:
 
 
 @borrowing
-def _start_tick(m: Any, clock: int) -> None:
+def _start_tick(m: Any) -> None:
     """The request just counted is the first of a new tick."""
     n, requests = m.numbers, m.numbers[_REQUESTS] - 1
-    if later_by(clock, n[_CLOCK]) > 0:
-        n[_CLOCK] = clock
     if requests:
         n[_PACE] += (requests * _UNIT - n[_PACE]) // min(max(n[_TICK] - 1, 1), _MEMORY)
         n[_SPEED] = wide((_TURN << _SPEED_BITS) / max(pace(m), 1.0))
@@ -251,10 +256,21 @@ def used(m: Any, past: Any, time: int) -> None:
 def learn_use(m: Any, past: Any) -> None:
     """Learn from a use that :func:`used` is about to be told of."""
     time = since(m, past) + _TURN // 2
+    _measure(m, time - _TURN // 2)
     if time >= _TURN:
         near = abs(time % _TURN - _TURN // 2) <= _TURN // 16
         m.numbers[_REGULAR] += wide(_SHARE * (near * _UNIT - m.numbers[_REGULAR]))
         _learn(m, past, time // _TURN, 1.0, 1.0)
+
+
+@borrowing
+def _measure(m: Any, time: int) -> None:
+    """A tick is as long as all but 1 in 32 uses take to come again, less 1 in 32: the quantile is followed by steps
+    of either sign that cancel where it is right.
+    """
+    n = m.numbers
+    step = n[_LEAST] // _LEAST_STEP
+    n[_LEAST] += step // 32 + 1 if time / _TURN * pace(m) * (_LEAST_UNIT * 0.96875) >= n[_LEAST] else -step
 
 
 @borrowing

@@ -123,6 +123,16 @@ def test_a_tick_is_cut_short_where_keys_repeat_within_one_clock_value() -> None:
     assert reuse.pace(m) < 128
 
 
+def test_a_clock_finer_than_the_time_in_which_keys_repeat_makes_ticks_of_several_values() -> None:
+    m = model()
+    keys = pasts(m, 32)
+    for step in range(1200):
+        for at, past in enumerate(keys):
+            ask(m, 1 + step * 8 + at // 4)
+            use(m, past)
+    assert 24 <= reuse.pace(m) <= 40
+
+
 def test_one_request_in_so_many_is_learnt_from() -> None:
     m = model(learn_every=8)
     assert sum(ask(m, 1 + at // 64) for at in range(64 * 5)) == 5 * 8
