@@ -115,7 +115,10 @@ def test_a_pinned_store_shows_its_tier_to_kernels() -> None:
     directory = np.ctypeslib.as_array((ctypes.c_uint32 * 64).from_address(int(cells[ab.TABLES])))
     stamps = np.ctypeslib.as_array((ctypes.c_uint32 * (2 * SIZE // UNIT)).from_address(int(cells[ab.STAMPS])))
     assert int(cells[ab.LAST_CHUNK]) == 2
-    chunk_of = lambda oid: (int(directory[oid]) - 1) * UNIT // SIZE  # noqa: E731
+
+    def chunk_of(oid: int) -> int:
+        return (int(directory[oid]) - 1) * UNIT // SIZE
+
     used = [5, 63]
     while not any(map(chunk_of, range(64))):
         stamps[directory[used] - 1] = 1  # the store's clock begins there
