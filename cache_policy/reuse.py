@@ -1,9 +1,9 @@
 """A model of reuse, learnt while it is used: how likely a key is asked for when its turn next comes, from its own past.
 
 Time is cut in *ticks*: about as long as it takes until keys repeat. A tick is one value of the tier's clock, a decode
-step; less where many keys repeat within one, and several where the clock is finer than that. Within a tick, time advances by requests, in 1/256. A key's *turns* are
-the times one, two, … ticks after its last use: steps that ask for their keys in the same order, layer after layer, come
-by a key's place once a tick.
+step; less where many keys repeat within one, and several where the clock is finer than that. Within a tick, time
+advances by requests, in 1/256. A key's *turns* are the times one, two, … ticks after its last use: steps that ask for
+their keys in the same order, layer after layer, come by a key's place once a tick.
 
 What is known of a key (:data:`PAST`, 16 bytes) is the time of its last use, in which of the 32 turns up to it the key
 was used (one bit each), and the count of its uses, halved every 256 ticks, as log2. The estimate, in log-odds, is a
