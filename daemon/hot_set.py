@@ -5,6 +5,7 @@ does not hold together, and whoever serves stores takes from it only what fits t
 """
 
 import os
+import stat
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +33,8 @@ class HotSetError(ValueError):
 
 
 def write_hot_set(path: Path, hot: Sequence[HotRecords]) -> None:
-    """Publish the file by rename: whoever opens it, or dies meanwhile, finds the old one or the new one whole.
+    """Publish the file by rename: whoever opens it, or dies meanwhile, finds the old one or the new one whole. Only its
+    owner may read it, for it tells of all stores; nothing that lies in its way is written through.
 
     Raises:
         OSError: it cannot be written; the old one is still there.
@@ -41,7 +43,8 @@ def write_hot_set(path: Path, hot: Sequence[HotRecords]) -> None:
     body = stores + b"".join(part.oids.astype("<u4").tobytes() for part in hot)
     total = sum(part.oids.size for part in hot)
     beside = path.with_name(path.name + ".new")
-    with beside.open("wb") as file:
+    beside.unlink(missing_ok=True)
+    with open(beside, "xb", opener=_private) as file:
         file.write(_HEADER.pack(_MAGIC, _VERSION, len(hot), total, crc32c(body), 0) + body)
         file.flush()
         os.fsync(file.fileno())
@@ -59,7 +62,9 @@ def read_hot_set(path: Path) -> list[HotRecords]:
     Raises:
         FileNotFoundError: there is none. OSError: it cannot be read. HotSetError: it is damaged, or another version's.
     """
-    with path.open("rb") as file:
+    with open(path, "rb", opener=_unfollowed) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise HotSetError("no regular file, expected one")
         raw = file.read(_MAX_BYTES + 1)
     if len(raw) > _MAX_BYTES:
         raise HotSetError(f"more than {_MAX_BYTES} bytes")
@@ -74,6 +79,15 @@ def read_hot_set(path: Path) -> list[HotRecords]:
     if crc32c(raw[_HEADER.size :]) != checksum:
         raise HotSetError("a wrong checksum")
     return _parts(raw, stores, total)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _unfollowed(path: str, flags: int) -> int:
+    """No link is followed, and no pipe waited for."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _parts(raw: bytes, stores: int, total: int) -> list[HotRecords]:

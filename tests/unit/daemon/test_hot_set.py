@@ -97,3 +97,24 @@ def test_a_death_before_the_rename_leaves_the_old_one(tmp_path: Path, moment: st
     write_hot_set(path, [])
     assert read_hot_set(path) == []
     assert [file.name for file in tmp_path.iterdir()] == ["hot.set"]
+
+
+def test_nobody_is_followed_and_nobody_else_reads_it(tmp_path: Path) -> None:
+    """The service may run as root: what lies where it writes is replaced, never written through."""
+    path, other = tmp_path / "hot.set", tmp_path / "other"
+    other.write_text("not ours")
+    (tmp_path / "hot.set.new").symlink_to(other)
+    path.symlink_to(other)
+    with pytest.raises(OSError, match="symbolic links"):
+        read_hot_set(path)
+    write_hot_set(path, [hot(DIGESTS[0], 9, 3)])
+    assert other.read_text() == "not ours"
+    assert not path.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert same(read_hot_set(path), [hot(DIGESTS[0], 9, 3)])
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "hot.set")
+    with pytest.raises(HotSetError, match="no regular file"):
+        read_hot_set(tmp_path / "hot.set")
