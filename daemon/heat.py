@@ -53,21 +53,28 @@ def collect(tier: Tier, execute: Callable[[Callable[[], Any]], Any]) -> list[Hot
     """The resident records of each served store, the most recently used first, then those that were to be read again
     and have not been; ``MAX_RECORDS`` at most. Not the reader thread: that is what ``execute`` calls into.
     """
-    pages, parts = int(tier.core.rd[0]["kv_page"]), [np.empty((0, 3), np.int64)]
+    pages, rows = int(tier.core.rd[0]["kv_page"]), np.empty((0, 3), np.uint32)
+    parts: list[NDArray[np.uint32]] = []
     for first in range(0, pages, _PAGES):
 
         def gather(first: int = first) -> Any:
             out = np.empty((_PAGES * _UNITS, 3), np.int64)
-            return out[: _gather(tier.core, first, min(first + _PAGES, pages), out)].copy()
+            return out[: _gather(tier.core, first, min(first + _PAGES, pages), out)].astype(np.uint32)
 
         parts.append(execute(gather))
-    rows = np.concatenate(parts)
-    rows = rows[np.argsort(rows[:, 0], kind="stable")][:MAX_RECORDS]
+        if sum(map(len, parts)) >= MAX_RECORDS:  # a cache may hold many times what is told
+            rows, parts = _newest([rows, *parts]), []
+    rows = _newest([rows, *parts])
     hot: list[HotRecords] = execute(lambda: _by_store(tier, rows))
     return hot
 
 
-def _by_store(tier: Tier, rows: NDArray[np.int64]) -> list[HotRecords]:
+def _newest(parts: list[NDArray[np.uint32]]) -> NDArray[np.uint32]:
+    rows = np.concatenate(parts)
+    return rows[np.argsort(rows[:, 0], kind="stable")[:MAX_RECORDS]]
+
+
+def _by_store(tier: Tier, rows: NDArray[np.uint32]) -> list[HotRecords]:
     left, found = MAX_RECORDS - len(rows), []
     for number, store in tier.stores.items():
         resident = rows[rows[:, 1] == number, 2].astype(np.uint32)

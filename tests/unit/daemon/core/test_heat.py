@@ -1,5 +1,6 @@
 """What is resident, by its last use, and what is read again after a start."""
 
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,3 +144,24 @@ def test_a_store_that_goes_takes_its_list_along(disk: Disk) -> None:
     assert collected(disk) == []
     disk.rig.sweep()
     assert disk.rig.rd["in_flight"] == 0
+
+
+def test_a_cache_of_any_size_is_told_in_bounded_memory(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thirty times as many resident records as are told, later ones used more recently, few are held at a time."""
+    told, chunks = heat._PAGES * heat._UNITS, 30
+
+    def gather(_core: Any, first: int, _last: int, out: Any) -> int:
+        out[:, 0] = chunks - first // heat._PAGES
+        out[:, 1] = 0
+        out[:, 2] = first // heat._PAGES
+        return len(out)
+
+    monkeypatch.setattr(heat, "_gather", gather)
+    monkeypatch.setattr(heat, "MAX_RECORDS", told)
+    disk.rig.core.rd[0]["kv_page"] = heat._PAGES * chunks
+    tracemalloc.start()
+    try:
+        assert oids_of(disk) == [chunks - 1]
+        assert tracemalloc.get_traced_memory()[1] < 12 * told * 12
+    finally:
+        tracemalloc.stop()
