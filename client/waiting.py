@@ -113,6 +113,8 @@ class Allowance:
         if self._step_nanoseconds:
             if self._refused:
                 self.price = min(self.price + _RAISE, 255)
+                if not self._spent:  # nobody would learn that waits became shorter: one is tried again by and by
+                    self._usual_nanoseconds *= 1 - _RECENT
             elif 4 * self.left > self._share * self._step_nanoseconds:
                 self.price = max(self.price - _LOWER, 1)
         self._step_nanoseconds = _mean(self._step_nanoseconds, took)

@@ -125,3 +125,18 @@ def test_nobody_waits_for_a_daemon_that_is_gone(session: Session, daemon: FakeDa
             pass
         assert session.lookup(0, OIDS, SCORES, np.zeros(3, np.uint64)) == 0
     assert session.stats().waits == 0
+
+
+def test_waits_that_became_too_long_are_tried_again(session: Session, daemon: FakeDaemon, clock: Clock) -> None:
+    """A time when waits took longer than all that a step may wait passes, and nobody learns that without a wait."""
+    allowance = session._allowance
+    assert allowance is not None
+    allowance._usual_nanoseconds = 100.0 * MILLISECOND
+    daemon.fill_when_awaited = True
+    for _ in range(100):
+        with session.step():
+            session.lookup(0, OIDS, np.full(3, 255, np.uint8), np.zeros(3, np.uint64))
+            clock.ahead += 20 * MILLISECOND
+        clock.ahead = 0
+    stats = session.stats()
+    assert (stats.waits, stats.deadlines_exceeded) == (1, 0)
