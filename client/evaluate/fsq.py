@@ -1,7 +1,7 @@
 """Evaluate a model whose keys and values come out of finite-scalar-quantized codes, all positions of a text at once.
 
-Two tiers are evaluated as if no refinement ever missed: the first coordinates of a code are resident, the rest refine
-the tokens that a position attends to most. Their keys are then built anew, since norm and rotation come after the
+Two tiers are evaluated as if no refinement ever missed: a part of a code is resident, the rest refines the tokens that
+a position attends to most. Their keys are then built anew, since norm and rotation come after the
 decoder; selection is by groups of tokens, shared by all heads of a layer, as one record refines them all.
 """
 
@@ -32,6 +32,10 @@ class FsqTiers:
     fraction: Fraction
     """Of the groups of past tokens, at least one."""
     group_tokens: int
+    block_tokens: int = 0
+    """Refinement goes to a slower tier in blocks of so many tokens, a multiple of a group's: positions since the last
+    whole block are fine and not selected. 0: all positions are selected from.
+    """
 
 
 @torch.inference_mode()
@@ -68,9 +72,11 @@ def _heads(
 
 def _tiered(tiers: FsqTiers, fine: tuple[Tensor, Tensor]) -> Attend:
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        logits = _logits(queries[0], keys[0])
-        chosen = _chosen(logits, tiers)
-        logits = torch.where(chosen, _logits(queries[0], fine[0]), logits)
+        exact, logits = _logits(queries[0], fine[0]), _logits(queries[0], keys[0])
+        positions = torch.arange(logits.shape[-1], device=logits.device)
+        near = positions >= _selectable(tiers, positions)[:, None]
+        chosen = near | _chosen(torch.where(near, exact, logits), tiers)
+        logits = torch.where(chosen, exact, logits)
         weights = logits.softmax(-1)
         refined = (weights * chosen).unflatten(0, (keys.shape[1], -1)).flatten(1, 2)  # type: ignore[no-untyped-call]
         plain = weights.unflatten(0, (keys.shape[1], -1)).flatten(1, 2)  # type: ignore[no-untyped-call]
@@ -92,12 +98,21 @@ def _ahead(count: int, device: torch.device) -> Tensor:
     return positions > positions[:, None]
 
 
+def _selectable(tiers: FsqTiers, positions: Tensor) -> Tensor:
+    """[n]: how many first positions each of ``positions`` [n] selects from."""
+    if not tiers.block_tokens:
+        return positions + 1
+    return positions.div(tiers.block_tokens, rounding_mode="floor") * tiers.block_tokens
+
+
 def _chosen(logits: Tensor, tiers: FsqTiers) -> Tensor:
     """Tokens [n, n] bool that each position refines: the groups of the largest share of any head."""
     count, size = logits.shape[-1], tiers.group_tokens
     padded = torch.nn.functional.pad(logits.softmax(-1), (0, -count % size))
     shares = padded.unflatten(-1, (-1, size)).sum(-1).amax(0)  # type: ignore[no-untyped-call]
-    seen = torch.arange(1, count + 1, device=logits.device)
+    seen = _selectable(tiers, torch.arange(count, device=logits.device))
+    firsts = torch.arange(0, count, size, device=logits.device)
+    shares = shares.masked_fill(firsts >= seen[:, None], 0)
     wanted = (seen.div(size, rounding_mode="floor") * tiers.fraction.numerator).div(
         tiers.fraction.denominator, rounding_mode="floor"
     )

@@ -25,7 +25,7 @@ from strataflux.client.runtime.models import DecoderWeights, LayerWeights
 from strataflux.client.runtime.rope import rotary_table, rotate
 from strataflux.kernels.fsq import FsqLayer
 
-__all__ = ["CodeBuffer", "FsqCache", "LatentSum"]
+__all__ = ["CodeBuffer", "FsqCache", "LatentSum", "with_biases"]
 
 _TILE = 1024
 """Positions whose keys exist at a time."""
@@ -58,6 +58,13 @@ class LatentSum:
     """Z [heads]."""
     codes: Tensor
     """A [heads, width]."""
+
+    @classmethod
+    def of(cls, logits: Tensor, centres: Tensor) -> "LatentSum":
+        """Attention by ``logits`` [heads, n] to codes of ``centres`` [n, width], of which there is one or more."""
+        maximum = logits.amax(-1)
+        shares = (logits - maximum[:, None]).exp()
+        return cls(maximum, shares.sum(-1), shares @ centres)
 
     def merged(self, other: "LatentSum") -> "LatentSum":
         """Attention to the positions of both, which share none."""
@@ -92,7 +99,7 @@ class FsqCache:
         self.context = context
         self._config = config
         self._layers = weights.layers
-        self._codes = [_with_biases(code, layer) for code, layer in zip(codes, weights.layers, strict=True)]
+        self._codes = [with_biases(code, layer) for code, layer in zip(codes, weights.layers, strict=True)]
         self._cosine, self._sine = rotary_table(config, context)
         # changed by steps and fills
         self.buffer = CodeBuffer([code.grid.nbytes for code in codes], context)
@@ -125,12 +132,7 @@ class FsqCache:
     def accumulate(self, layer: int, queries: Tensor, start: int, stop: int) -> LatentSum:
         """Attention of ``queries`` [heads, head_dim] to positions ``start`` … ``stop`` - 1, of which there is one."""
         centres = self._centres(layer, start, stop)
-        keys = self._keys(layer, centres, start)
-        shared = queries.view(keys.shape[0], -1, keys.shape[2])
-        logits = (shared @ keys.transpose(1, 2) / math.sqrt(keys.shape[2])).flatten(0, 1)
-        maximum = logits.amax(-1)
-        shares = (logits - maximum[:, None]).exp()
-        return LatentSum(maximum, shares.sum(-1), shares @ centres)
+        return LatentSum.of(self._logits(layer, self._codes[layer], queries, centres, slice(start, stop)), centres)
 
     def decode(self, layer: int, found: LatentSum) -> Tensor:
         """Mixed values [heads · head_dim] that ``found`` stands for: one decoder product a step."""
@@ -144,11 +146,7 @@ class FsqCache:
 
     def rebuild(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys, turned, and values [kv_heads, stop - start, head_dim] of positions that were taken."""
-        centres, code, config = self._centres(layer, start, stop), self._codes[layer], self._config
-        split = config.kv_heads * config.head_dim
-        values = linear(centres, code.decoder[split:], code.decoder_bias[split:])
-        shape = (stop - start, config.kv_heads, config.head_dim)
-        return self._keys(layer, centres, start), values.view(shape).transpose(0, 1)
+        return self._heads(layer, self._codes[layer], self._centres(layer, start, stop), slice(start, stop))
 
     def end_step(self) -> None:
         """As :class:`~strataflux.client.runtime.cache.KvCache`."""
@@ -170,18 +168,32 @@ class FsqCache:
         grid = self._codes[layer].grid
         return grid.centres(grid.unpack(self.buffer.layers[layer][start:stop]))
 
-    def _keys(self, layer: int, centres: Tensor, start: int) -> Tensor:
-        """[kv_heads, n, head_dim] of ``centres`` [n, width] at ``start`` …, normed and turned."""
-        code, config, norm = self._codes[layer], self._config, self._layers[layer].key_norm
-        split, stop = config.kv_heads * config.head_dim, start + centres.shape[0]
+    def _logits(self, layer: int, code: FsqLayer, queries: Tensor, centres: Tensor, at: slice | Tensor) -> Tensor:
+        """[heads, n] of ``queries`` [heads, head_dim] to codes of ``centres`` [n, width] at positions ``at``."""
+        keys = self._keys(layer, code, centres, at)
+        shared = queries.view(keys.shape[0], -1, keys.shape[2])
+        return (shared @ keys.transpose(1, 2) / math.sqrt(keys.shape[2])).flatten(0, 1)
+
+    def _heads(self, layer: int, code: FsqLayer, centres: Tensor, at: slice) -> tuple[Tensor, Tensor]:
+        """Keys, normed and turned, and values [kv_heads, n, head_dim] of ``centres`` [n, width] at ``at``."""
+        config = self._config
+        split = config.kv_heads * config.head_dim
+        values = linear(centres, code.decoder[split:], code.decoder_bias[split:])
+        shape = (centres.shape[0], config.kv_heads, config.head_dim)
+        return self._keys(layer, code, centres, at), values.view(shape).transpose(0, 1)
+
+    def _keys(self, layer: int, code: FsqLayer, centres: Tensor, at: slice | Tensor) -> Tensor:
+        """[kv_heads, n, head_dim] of ``centres`` [n, width] at positions ``at``, normed and turned."""
+        config, norm = self._config, self._layers[layer].key_norm
+        split = config.kv_heads * config.head_dim
         keys = linear(centres, code.decoder[:split], code.decoder_bias[:split])
         keys = keys.view(-1, config.kv_heads, config.head_dim)
         if norm is not None:
             keys = rms_norm(keys, (config.head_dim,), norm, config.norm_epsilon)
-        return rotate(keys, self._cosine[start:stop, None], self._sine[start:stop, None]).transpose(0, 1)
+        return rotate(keys, self._cosine[at][:, None], self._sine[at][:, None]).transpose(0, 1)
 
 
-def _with_biases(code: FsqLayer, layer: LayerWeights) -> FsqLayer:
+def with_biases(code: FsqLayer, layer: LayerWeights) -> FsqLayer:
     """``code`` with the model's own biases of keys and values in the decoder's."""
     if layer.qkv_bias is None:
         return code

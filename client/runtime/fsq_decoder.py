@@ -23,7 +23,7 @@ class FsqDecoder(Decoder):
     def __init__(
         self,
         weights: DecoderWeights,
-        codes: Sequence[FsqLayer],
+        codes: Sequence[FsqLayer] | FsqCache,
         context: int,
         refiner: Refiner | None = None,
         shift: Mapping[str, float] | None = None,
@@ -32,15 +32,15 @@ class FsqDecoder(Decoder):
 
         Args:
             weights: the model's.
-            codes: one for each layer, made over these weights.
-            context: positions of the cache.
+            codes: one for each layer, made over these weights; or a cache of such.
+            context: positions of the cache, where it is made here.
             refiner: of the projections; of keys and values there is nothing to refine.
             shift: blocks of fetch lead or lag of each projection set; by default none of any.
 
         Raises:
             MisuseError: as :class:`Decoder` and :class:`FsqCache`.
         """
-        self.codes = FsqCache(weights, codes, context)
+        self.codes = codes if isinstance(codes, FsqCache) else FsqCache(weights, codes, context)
         """The cache."""
         super().__init__(weights, context, refiner, self.codes, shift)
 
