@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 from typing import Final
 
-from strataflux.cache_policy.miss import Skip, Wait
+from strataflux.cache_policy.miss import Wait
 from strataflux.client.bundles import make_refiner
 from strataflux.client.errors import DaemonUnavailableError, RefusedError
 from strataflux.client.kv_blocks import KvBlocks
@@ -69,7 +69,7 @@ def _attach(prepared: PreparedModel, context: int, options: AttachOptions) -> Se
     return Session.attach(
         [StoreRef(prepared.manifest.digest, prepared.manifest.identity)],
         selections_per_step=max(1, options.sequences * sum(demand.selections for demand in demands)),
-        largest_set_bytes=0 if isinstance(miss, Skip) else max(demand.largest_set_bytes for demand in demands),
+        largest_set_bytes=max(demand.largest_set_bytes for demand in demands) if isinstance(miss, Wait) else 0,
         runtime_dir=options.runtime_dir,
         miss=miss,
         client="transformers",

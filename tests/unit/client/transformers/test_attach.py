@@ -51,6 +51,15 @@ def test_tokens_after_a_prompt_are_refined(load: Load, prepared: PreparedModel, 
     detach(model)
 
 
+@pytest.mark.parametrize(("miss", "declared"), [("skip", False), ("budget:3%", False), ("wait:20", True)])
+def test_only_who_waits_for_all_declares_its_largest_set(
+    load: Load, prepared: PreparedModel, daemon: FakeDaemon, miss: str, declared: bool
+) -> None:
+    model = connect(load, prepared, daemon, miss=miss)
+    assert (daemon.sessions[-1].hello.largest_set_bytes > 0) == declared
+    detach(model)
+
+
 def test_a_batch_is_refined_row_by_row(load: Load, prepared: PreparedModel, resident: FakeDaemon) -> None:
     ids = tokens(6, batch=3)
     model = connect(load, prepared, resident)
