@@ -35,24 +35,26 @@ __all__ = ["TierOptions", "TieredModel"]
 
 @dataclass(frozen=True)
 class TierOptions:
-    """What is refined at a step, of codes in two tiers. Fraction 0 refines what is at hand alone."""
+    """What is refined at a step, of codes in two tiers. Fraction 0 refines what is at hand alone.
+
+    Raises:
+        MisuseError: on construction, if groups do not divide a block of 128 positions.
+    """
 
     fraction: Fraction = Fraction(1, 32)
     group_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if self.group_tokens < 1 or BLOCK_TOKENS % self.group_tokens:
+            expected = f"a divisor of {BLOCK_TOKENS}"
+            raise MisuseError("--group", f"{self.group_tokens} tokens", expected, "use 1, 2, 4, 8 … tokens")
 
     def record_bytes(self, tiers: Sequence[FsqTier]) -> int:
         """Bytes of a group's record, the same for all layers."""
         return self.group_tokens * max(tier.grid.refinement.nbytes for tier in tiers)
 
     def records_a_block(self, tiers: Sequence[FsqTier]) -> int:
-        """Records of 128 positions.
-
-        Raises:
-            MisuseError: groups do not divide them.
-        """
-        if self.group_tokens < 1 or BLOCK_TOKENS % self.group_tokens:
-            expected = f"a divisor of {BLOCK_TOKENS}"
-            raise MisuseError("--group", f"{self.group_tokens} tokens", expected, "use 1, 2, 4, 8 … tokens")
+        """Records of 128 positions."""
         return len(tiers) * BLOCK_TOKENS // self.group_tokens
 
     def geometry(self, tiers: Sequence[FsqTier], context: int) -> KvGeometry:
@@ -113,7 +115,7 @@ class TieredModel:
             miss: what to do about absent records.
 
         Raises:
-            MisuseError: groups do not divide a block, or tiers are not this model's.
+            MisuseError: tiers are not this model's.
             DaemonUnavailableError: nobody answers. RefusedError: the daemon said no.
         """
         selected = options.selections(context)

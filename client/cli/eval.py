@@ -19,6 +19,7 @@ from strataflux.client.cli.eval_tasks import (
     TaskTokensOption,
     run_eval_tasks,
 )
+from strataflux.client.cli.eval_tiers import TierCommand, names_tiers, run_eval_tiers
 from strataflux.client.cli.kv_options import (
     FractionOption,
     GroupOption,
@@ -123,15 +124,16 @@ def _command(
     With --kv the low-bit thing is the KV cache: the last 256 tokens of each window are scored after a prefill of the
     others, against the same weights with an exact cache. The model may then also be one that was not prepared. With a
     METHOD, such as fsq:16x, palu:8x or kivi:2, whole windows are scored, against the same weights likewise; or, with
-    --tasks, how much the model still finds in long prompts.
+    --tasks, how much the model still finds in long prompts. With --kv fsq:16x --refine-kv fsq:8x a code of 8x is
+    resident in part, and the rest refines what is attended to most.
     """
     output = Output(as_json)
     unfit: _Given = {"--tokens": tokens, "--k": k, "--dense": dense, "--weight-cache": weight_cache}
     if kv is not None and is_method(kv):
         fitted = (text, reference, calibration, calibration_tokens)
         asked = MethodCommand(folder, kv, *fitted, context or _METHOD_CONTEXT, windows, sequential, device)
-        unfit |= {"--kv-oracle": kv_oracle, "--kv-cache": kv_cache, "--starts": starts, "--runtime-dir": runtime_dir}
-        _by_method(output, asked, unfit, tasks, (task_tokens, task_count, task_seed))
+        tiers = TierCommand(refine_kv, fraction, group, parse_miss(miss), kv_oracle, kv_cache, runtime_dir)
+        _by_method(output, asked, tiers, unfit | {"--starts": starts}, tasks, (task_tokens, task_count, task_seed))
         return
     _refuse_together(_NO_METHOD, {"--sequential": sequential, "--calibration": calibration, "--tasks": tasks})
     options = None if kv is None else parse_kv(kv, refine_kv, group, fraction, prenormalize)
@@ -147,9 +149,21 @@ def _command(
 
 
 def _by_method(
-    output: Output, asked: MethodCommand, unfit: _Given, tasks: str | None, sizes: tuple[int, int, int]
+    output: Output,
+    asked: MethodCommand,
+    tiers: TierCommand,
+    unfit: _Given,
+    tasks: str | None,
+    sizes: tuple[int, int, int],
 ) -> None:
-    _refuse_together("--kv METHOD", unfit)
+    through = {"--kv-oracle": tiers.oracle, "--kv-cache": tiers.kv_cache, "--runtime-dir": tiers.runtime_dir}
+    if names_tiers(tiers.refine):
+        _refuse_together("--refine-kv METHOD", unfit | {"--tasks": tasks})
+        if tiers.oracle or tiers.runtime_dir is not None:
+            _refuse_together("--kv-oracle" if tiers.oracle else "--runtime-dir", {"--kv-cache": tiers.kv_cache})
+        run_eval_tiers(output, asked, tiers)
+        return
+    _refuse_together("--kv METHOD", unfit | through)
     if tasks is None:
         run_eval_method(output, asked)
     else:

@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from strataflux.client.prepare.source import ModelSource
     from strataflux.client.runtime.models import DecoderWeights
 
-__all__ = ["Evaluated", "MethodCommand", "fitted_method", "is_method", "open_evaluated", "run_eval_method"]
+__all__ = [
+    "Evaluated",
+    "MethodCommand",
+    "fitted_method",
+    "given_text",
+    "is_method",
+    "method_windows",
+    "open_evaluated",
+    "run_eval_method",
+]
 
 _SCORED_AFTER_EVICTION = 256
 _SEQUENCE = 512
@@ -77,7 +86,7 @@ def run_eval_method(output: Output, command: MethodCommand) -> None:
         raise MisuseError("--sequential", f"--kv {spec}", "--kv fsq:RATIOx", "only codes have a cache of their own")
     with progress("reading the model"):
         found = open_evaluated(command.model, str(spec), command.reference, command.device)
-        windows, rest = _windows(command, found.tokenizer)
+        windows, rest = method_windows(command, found.tokenizer)
     method = fitted_method(command, spec, found, rest)
     scores: list[tuple[Reference, Score]] = []
     with progress("scoring windows", len(windows)) as advance:
@@ -100,7 +109,7 @@ def fitted_method(command: MethodCommand, spec: "MethodSpec", found: Evaluated, 
 
     given = None
     if check_method(spec).fitted and found.codes is None:
-        given = _given(command, found.tokenizer, rest)
+        given = given_text(command, found.tokenizer, rest)
         if spec.name == "fsq":
             print_note(f"{command.model} has no codes of {spec}: converted here; `strataflux prepare --fsq` keeps them")
     with progress("fitting layers", found.weights.config.layers) as advance:
@@ -141,8 +150,12 @@ def _original(prepared: "PreparedModel", reference: Path | None) -> Path:
     return origin
 
 
-def _windows(command: MethodCommand, tokenizer: "Tokenizer") -> tuple[list[list[int]], list[int]]:
-    """Windows to score, and the tokens after them."""
+def method_windows(command: MethodCommand, tokenizer: "Tokenizer") -> tuple[list[list[int]], list[int]]:
+    """Windows to score, and the tokens after them.
+
+    Raises:
+        InputError: the text is too short.
+    """
     from strataflux.client.evaluate.compare import cut_windows
     from strataflux.client.evaluate.text import python_prose, read_text
 
@@ -153,8 +166,12 @@ def _windows(command: MethodCommand, tokenizer: "Tokenizer") -> tuple[list[list[
     return windows, tokens[command.windows * command.context :]
 
 
-def _given(command: MethodCommand, tokenizer: "Tokenizer", rest: Sequence[int]) -> "Tensor":
-    """Text to fit on that is not scored: --calibration, or what is left of the text, or Python's prose beside it."""
+def given_text(command: MethodCommand, tokenizer: "Tokenizer", rest: Sequence[int]) -> "Tensor":
+    """Text to fit on that is not scored: --calibration, or what is left of the text, or Python's prose beside it.
+
+    Raises:
+        InputError: it is too short.
+    """
     import torch
 
     from strataflux.client.evaluate.text import python_prose, read_text

@@ -35,7 +35,10 @@ KvOption = Annotated[
     ),
 ]
 RefineKvOption = Annotated[
-    str, typer.Option("--refine-kv", help="Bits that refine keys/values, such as 4/4; 0/0: none.")
+    str,
+    typer.Option(
+        "--refine-kv", help="Bits that refine keys/values, such as 4/4; 0/0: none. eval, of --kv fsq:16x: fsq:8x."
+    ),
 ]
 GroupOption = Annotated[int, typer.Option("--group", help="Tokens of a group that is refined together.")]
 FractionOption = Annotated[str, typer.Option("--fraction", help="Share of a KV head's groups refined at each step.")]

@@ -82,3 +82,16 @@ def test_bench_put_takes_every_block(place: Place, tmp_path: Path) -> None:
     assert found["step_microseconds_quiet"] > 0
     assert (found["ratio_to_fio"] is None) == (found["fio_bytes_per_second"] is None)
     assert list((tmp_path / "bench").iterdir()) == []
+
+
+def test_codes_in_two_tiers_through_a_daemon_say_what_they_cost(place: Place, model: Path, text: Path) -> None:
+    text.write_text("".join(random.Random(1).choices(string.ascii_lowercase + " ", k=6000)))
+    sizes = ("--kv", "fsq:16x", "--refine-kv", "fsq:4x", "--fraction", "1/8", "--context", 300, "--windows", 1)
+    command = ("eval", model, "--text", text, *sizes, "--calibration-tokens", 4096)
+    oracle = place.run(*command, "--kv-oracle")
+    found = place.run(*command, "--miss", "wait:60000")
+    assert found["kv"]["refined_kl"] == pytest.approx(oracle["kv"]["refined_kl"], rel=0.02)
+    assert found["kv"]["whole_kl"] < found["kv"]["refined_kl"] < found["kv"]["base_kl"]
+    assert 0 < found["hits"] <= found["lookups"]
+    assert (found["blocks_unrefined"], found["steps_invalid"], found["deadlines_exceeded"]) == (0, 0, 0)
+    assert place.leftovers() == []

@@ -230,8 +230,8 @@ def test_going_back(setup: Setup) -> None:
     assert len(setup.records.granted) == 2
 
 
-def test_groups_divide_a_block(setup: Setup) -> None:
+def test_groups_divide_a_block() -> None:
     with pytest.raises(MisuseError, match="3 tokens"):
         FsqBlocks([4], 3, 300, LocalRecords(4, 1, 1))
     with pytest.raises(MisuseError, match="3 tokens"):
-        TierOptions(group_tokens=3).geometry(setup.tiers, 300)
+        TierOptions(group_tokens=3)

@@ -75,6 +75,21 @@ def test_codes_over_the_original_are_judged_over_it(
     assert said.json()["error"]["remedy"] == "name it by --reference"
 
 
+def test_codes_in_two_tiers_as_if_nothing_missed(tmp_path: Path, tiny_gguf: Path, text: Path, run: Run) -> None:
+    calibration = ("--calibration", text, "--calibration-tokens", 2048)
+    assert run("prepare", tiny_gguf, tmp_path / "out", *calibration, "--fsq", "4x").code == 0
+    command = ("eval", tmp_path / "out", "--text", text, "--kv", "fsq:16x", "--refine-kv", "fsq:4x", "--kv-oracle")
+    size = ("--context", 320, "--windows", 1, "--calibration-tokens", 2048, "--json")
+    said = run(*command, "--fraction", "1/32", "--group", 1, *size)
+    assert said.code == 0, said.err
+    kv = said.json()["kv"]
+    assert kv["whole_kl"] < kv["refined_kl"] < kv["base_kl"]
+    assert kv["recovered"] == pytest.approx((kv["base_kl"] - kv["refined_kl"]) / (kv["base_kl"] - kv["whole_kl"]))
+    assert (kv["resident"], kv["refined"], kv["bytes_resident"]) == ("fsq:16x", "fsq:4x", 319 * 2 * 8)
+    more = run(*command, "--fraction", "1", "--group", 8, *size).json()["kv"]
+    assert more["refined_kl"] == pytest.approx(more["whole_kl"], rel=0.01)
+
+
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_method_is_reached(name: str, tiny_gguf: Path, text: Path, run: Run) -> None:
     ratio = ":16x" if name == "fsq+pyramid" else ":4x"
@@ -102,6 +117,15 @@ def test_every_method_is_reached(name: str, tiny_gguf: Path, text: Path, run: Ru
         (("--kv", "fsq:4x", "--kv-oracle"), "--kv-oracle"),
         (("--kv", "fsq:4x", "--calibration-tokens", 9000, "--calibration", "short.txt"), "calibration"),
         (("--kv", "2/2", "--sequential"), "--sequential"),
+        (("--kv", "fsq:16x", "--refine-kv", "palu:8x"), "--refine-kv"),
+        (("--kv", "palu:16x", "--refine-kv", "fsq:8x"), "--kv"),
+        (("--kv", "fsq:8x", "--refine-kv", "fsq:8x"), "--refine-kv"),
+        (("--kv", "fsq:16x", "--refine-kv", "fsq:8x", "--sequential"), "--sequential"),
+        (("--kv", "fsq:16x", "--refine-kv", "fsq:8x", "--tasks", "retrieval"), "--tasks"),
+        (("--kv", "fsq:16x", "--refine-kv", "fsq:8x", "--device", "cuda"), "--device"),
+        (("--kv", "fsq:16x", "--refine-kv", "fsq:8x", "--fraction", "2"), "--fraction"),
+        (("--kv", "fsq:16x", "--refine-kv", "fsq:8x", "--kv-oracle", "--kv-cache", "5%"), "--kv-cache"),
+        (("--kv", "fsq:16x", "--refine-kv", "fsq:4x", "--group", 3), "--group"),
         (("--kv", "fsq:4x", "--context", 5000), "text.txt"),
     ],
 )
