@@ -59,7 +59,8 @@ class Admission:
         indices = self._find_stores(hello, peer, holders)
         self._check_set(hello.largest_set_bytes)
         log2 = ring_log2(hello.selections_per_step)
-        return SessionRequest(peer.uid, peer.gid, peer.pid, indices, log2, hello.kv, tenant)
+        waits = hello.largest_set_bytes > 0
+        return SessionRequest(peer.uid, peer.gid, peer.pid, indices, log2, hello.kv, tenant, waits)
 
     def _check_limits(self, peer: Peer, holders: Sequence[Holder]) -> None:
         settings = self.settings

@@ -15,6 +15,7 @@ from strataflux.daemon import engines
 from strataflux.daemon.cache import abandon_fill, begin_fill, is_draining, publish, quarantine
 from strataflux.daemon.counting import bucket_of, kind_of
 from strataflux.daemon.evict import ask_page, evict_one, is_worth
+from strataflux.daemon.prefetch import count_drop
 from strataflux.daemon.puts import buffer_base, finish_write, is_gone
 from strataflux.daemon.requests import drop, pop, push_again, put_back, release
 from strataflux.daemon.rows import ERRNOS
@@ -79,7 +80,7 @@ def start_fills(c: Core, e: Any) -> int:
 @borrowing
 def _is_rejected(c: Core, place: int) -> bool:
     """The policy would rather keep what the record would replace: it stays absent, and its next miss asks again. Nobody
-    may wait for it.
+    may wait for it, nor begin to, as a session that waits does after it has asked.
     """
     if c.rd[0].learns == 0:
         return False
@@ -88,7 +89,7 @@ def _is_rejected(c: Core, place: int) -> bool:
     if is_worth(c, c.sections[section_of(c, table, oid)].cls, table, oid, wide(request.score)):
         return False
     session = wide(request.session)
-    if session >= 0 and load_u32(c.sessions[session].page + _AWAITING) != 0:
+    if session >= 0 and (c.sessions[session].waits or load_u32(c.sessions[session].page + _AWAITING) != 0):
         return False
     c.kinds[kind_of(c.tables[table])].rejected += 1
     return True
@@ -246,7 +247,7 @@ def _verify(c: Core, base: int, entry: int) -> None:
         c.tables[table].corrupt += 1
         _give_up(c, entry)
     elif is_draining(c, entry) or is_gone(c, table, oid):
-        abandon_fill(c, entry)
+        _abandon(c, entry)
     else:
         _count_fill(c, entry)
         publish(c, entry)
@@ -256,15 +257,24 @@ def _verify(c: Core, base: int, entry: int) -> None:
 def _give_up(c: Core, entry: int) -> None:
     """A record could not be read: once more, alone, so that no neighbour can be at fault; then it is quarantined."""
     slot = c.slots[entry]
-    table, oid, tried, prefetched = wide(slot.table), wide(slot.oid), wide(slot.retries), slot.marks & PREFETCHED
-    abandon_fill(c, entry)
-    if prefetched:  # nobody missed it: whoever does will try again
+    table, oid, tried = wide(slot.table), wide(slot.oid), wide(slot.retries)
+    _abandon(c, entry)
+    if slot.marks & PREFETCHED:  # nobody missed it: whoever does will try again
         return
     if tried >= _RETRIES:
         quarantine(c, table, oid)
         return
     c.kinds[kind_of(c.tables[table])].retries += 1
     push_again(c, entry, tried + 1)
+
+
+@borrowing
+def _abandon(c: Core, entry: int) -> None:
+    """Nothing was filled; whoever prefetched it is told."""
+    slot = c.slots[entry]
+    if slot.marks & PREFETCHED:
+        count_drop(c, wide(slot.session), wide(slot.table))
+    abandon_fill(c, entry)
 
 
 @borrowing

@@ -32,6 +32,8 @@ class SessionRequest:
     kv: KvGeometry | None
     tenant: str = ""
     """Empty: everybody else."""
+    waits: bool = False
+    """It may wait for what it misses."""
 
 
 class OpenedSession(Protocol):

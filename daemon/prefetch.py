@@ -13,7 +13,17 @@ from strataflux.proto import layout
 from strataflux.proto.atomics import load_u32, load_u64, store_u64
 from strataflux.proto.compiled import borrowing
 
-__all__ = ["KEY_SHIFT", "ask", "drop_prefetch", "drop_stale", "forget_prefetches", "purge_prefetches", "take", "waits"]
+__all__ = [
+    "KEY_SHIFT",
+    "ask",
+    "count_drop",
+    "drop_prefetch",
+    "drop_stale",
+    "forget_prefetches",
+    "purge_prefetches",
+    "take",
+    "waits",
+]
 
 KEY_SHIFT = 32
 """A prefetch's key is its table << this | its oid."""
@@ -58,8 +68,15 @@ def drop_prefetch(c: Core, index: int, key: int) -> None:
     """A prefetch that was taken out of the session's queue will not be read."""
     if waits(c, key):
         set_pending(c, key >> KEY_SHIFT, key & _OID, PENDING_NONE)
-        kind = kind_of(c.tables[key >> KEY_SHIFT])
-        c.kinds[kind].prefetch_dropped += 1
+        count_drop(c, index, key >> KEY_SHIFT)
+
+
+@borrowing
+def count_drop(c: Core, index: int, table: int) -> None:
+    """A record of a table that was prefetched was not read; by a session that is gone if ``index`` is negative."""
+    kind = kind_of(c.tables[table])
+    c.kinds[kind].prefetch_dropped += 1
+    if index >= 0:
         at = c.sessions[index].view_page + _DROPPED + 8 * kind
         store_u64(at, wide(load_u64(at)) + 1)
 

@@ -74,7 +74,7 @@ KIND = np.dtype(
         ("rejected", "i8"),  # requests whose record the policy thought not worth a slot
         ("prefetch_asked", "i8"),  # by clients, before a miss:
         ("prefetch_needless", "i8"),  # resident or under way, or there is nothing to read,
-        ("prefetch_dropped", "i8"),  # older than others, or too old,
+        ("prefetch_dropped", "i8"),  # older than others, too old, or not read right,
         ("fills_prefetch", "i8"),  # published;
         ("prefetch_used", "i8"),  # of these, stamped since,
         ("prefetch_unused", "i8"),  # left before that

@@ -169,6 +169,7 @@ SESSION = np.dtype(
         ("ring_log2", "i8"),
         ("head", "i8"),
         ("tables", "i8"),
+        ("waits", "i8"),  # may wait for what it misses
         ("inside", "i8"),  # in a step when last looked at
         ("begun", "i8"),  # last step_begun seen
         ("steps", "i8"),

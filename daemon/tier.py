@@ -246,7 +246,7 @@ class Tier:
         self.core.sessions[index : index + 1] = np.zeros(1, self.core.sessions.dtype)
         row["page"], row["view_page"] = page.address, view.address
         row["ring"], row["ring_log2"] = page.address + geometry.ring_offset, request.ring_log2
-        row["tables"] = len(request.stores)
+        row["tables"], row["waits"] = len(request.stores), request.waits
         self.core.session_tables[index, :] = NONE
         self.core.session_tables[index, : len(request.stores)] = request.stores
         domains = {self.stores[number].domain for number in request.stores}

@@ -41,19 +41,27 @@ def make_store(folder: Path, shapes: Sequence[tuple[int, int]], name: str = "cor
     return folder
 
 
-def request(stores: Sequence[int] = (0,), ring_log2: int = 10, kv: KvGeometry | None = None) -> SessionRequest:
+def request(
+    stores: Sequence[int] = (0,), ring_log2: int = 10, kv: KvGeometry | None = None, *, waits: bool = False
+) -> SessionRequest:
     """An attachment of this process."""
-    return SessionRequest(os.geteuid(), os.getegid(), os.getpid(), tuple(stores), ring_log2, kv)
+    return SessionRequest(os.geteuid(), os.getegid(), os.getpid(), tuple(stores), ring_log2, kv, waits=waits)
 
 
 class Client:
     """What a client does in a step, through its real compiled path, on the tier's own maps."""
 
     def __init__(
-        self, tier: Tier, stores: Sequence[int] = (0,), ring_log2: int = 10, kv: KvGeometry | None = None
+        self,
+        tier: Tier,
+        stores: Sequence[int] = (0,),
+        ring_log2: int = 10,
+        kv: KvGeometry | None = None,
+        *,
+        waits: bool = False,
     ) -> None:
         self.tier = tier
-        opened = tier.open_session(request(stores, ring_log2, kv))
+        opened = tier.open_session(request(stores, ring_log2, kv, waits=waits))
         for descriptor in opened.descriptors:
             os.close(descriptor)
         self.index = opened.index

@@ -33,8 +33,8 @@ def ref(index: int) -> StoreRef:
     return StoreRef(STORES[index].manifest.identity_digest, STORES[index].manifest.identity)
 
 
-def hello(*stores: StoreRef, selections: int = 10, kv: KvGeometry | None = None) -> Hello:
-    return Hello(layout.LAYOUT_VERSION, "t", list(stores), selections, 0, kv)
+def hello(*stores: StoreRef, selections: int = 10, kv: KvGeometry | None = None, waits_for: int = 0) -> Hello:
+    return Hello(layout.LAYOUT_VERSION, "t", list(stores), selections, waits_for, kv)
 
 
 def refused(made: Admission, message: Hello, holders: tuple[Holder, ...] = ()) -> Refusal:
@@ -47,6 +47,11 @@ def refused(made: Admission, message: Hello, holders: tuple[Holder, ...] = ()) -
 def test_what_is_admitted_names_indices_and_credentials() -> None:
     request = admission().admit(hello(ref(1), ref(0)), PEER, [])
     assert (request.uid, request.pid, request.stores, request.ring_log2) == (UID, 1, (1, 0), layout.RING_LOG2_MIN)
+
+
+def test_who_waits_is_who_says_for_how_much() -> None:
+    assert not admission().admit(hello(ref(0)), PEER, []).waits
+    assert admission().admit(hello(ref(0), waits_for=1), PEER, []).waits
 
 
 @given(st.integers(0, 1 << (layout.RING_LOG2_MAX - 1)))

@@ -13,7 +13,7 @@ from strataflux.daemon.errors import Refusal
 from strataflux.daemon.state import PENDING_NONE
 from strataflux.daemon.store import open_served
 from strataflux.proto import layout
-from tests.fakes.core_rig import Disk, Rig, make_store
+from tests.fakes.core_rig import Client, Disk, Rig, make_store
 
 RECORDS, BYTES = 6000, 1000
 POLICIES = sorted({"lru", DEFAULT})
@@ -57,16 +57,33 @@ def test_every_request_is_filled_rejected_or_asked_again(disk: Disk) -> None:
     assert not ((pending & 0x7FFFFFFF) != PENDING_NONE).any()
 
 
-def test_whoever_waits_is_never_refused(disk: Disk) -> None:
+def cache_what_is_worth_it(disk: Disk) -> None:
+    """A cache that is full of records that every step uses, beside many that none uses again."""
     for round_ in range(60):
-        disk.client.ask([*range(100), *range(1000 + 40 * round_, 1040 + 40 * round_)])
+        disk.client.ask([*range(250), *range(1000 + 40 * round_, 1040 + 40 * round_)])
         disk.settle()
         tick(disk)
+
+
+def test_whoever_waits_is_never_refused(disk: Disk) -> None:
+    cache_what_is_worth_it(disk)
     wanted = list(range(5000, 5010))
     disk.client.page["awaiting"] = int(disk.rig.rd["clock"]) + 1000
     disk.client.ask(wanted)
     disk.settle()
     assert all(disk.rig.entry(oid) for oid in wanted)
+
+
+def test_whoever_will_wait_is_never_refused(disk: Disk) -> None:
+    """A client asks first and says then that it waits: its request may be looked at in between."""
+    cache_what_is_worth_it(disk)
+    patient, wanted, before = Client(disk.rig.tier, waits=True), list(range(5000, 5010)), disk.rig.rd["rejected"]
+    patient.ask(wanted)
+    disk.rig.sweep()
+    patient.page["awaiting"] = int(disk.rig.rd["clock"]) + 1000
+    disk.settle()
+    assert all(disk.rig.entry(oid) for oid in wanted)
+    assert disk.rig.rd["rejected"] == before
 
 
 def hot_hits(disk: Disk) -> float:

@@ -209,6 +209,8 @@ def test_a_bad_read_is_left_to_who_misses_the_record(disk: Disk) -> None:
     disk.settle()
     assert disk.rig.entry(4) == 0
     assert disk.count("corrupt", "retries", "queued") == (1, 0, 0)
+    # It was not read, and whoever asked is told.
+    assert (advice(disk.client)["dropped"], disk.rig.rd["prefetch_dropped"]) == (1, 1)
     disk.client.ask([4])
     disk.settle()
     assert disk.rig.entry(4) == layout.ENTRY_QUARANTINED
