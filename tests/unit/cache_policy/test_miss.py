@@ -55,5 +55,7 @@ def test_a_wait_made_directly_is_checked_too() -> None:
 def test_text_and_policy_round_trip(milliseconds: int) -> None:
     policy = Wait(milliseconds / 1000)
     assert parse_miss_policy(str(policy)) == policy
-    assert parse_miss_policy(str(Budget(milliseconds / 60_000))).share == pytest.approx(milliseconds / 60_000, rel=1e-5)
+    budget = parse_miss_policy(str(Budget(milliseconds / 60_000)))
+    assert isinstance(budget, Budget)
+    assert budget.share == pytest.approx(milliseconds / 60_000, rel=1e-5)
     assert parse_miss_policy(str(Skip())) == Skip()
