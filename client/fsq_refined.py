@@ -60,7 +60,7 @@ class TierOptions:
     def geometry(self, tiers: Sequence[FsqTier], context: int) -> KvGeometry:
         """What a session is told, for a sequence of ``context`` positions."""
         records, blocks = self.records_a_block(tiers), max(1, context // BLOCK_TOKENS)
-        return KvGeometry("kv_group", BLOCK_TOKENS, self.group_tokens, records, self.record_bytes(tiers), blocks)
+        return KvGeometry("fsq_unit", BLOCK_TOKENS, self.group_tokens, records, self.record_bytes(tiers), blocks)
 
     def selections(self, context: int) -> int:
         """Groups that a layer selects at most at a step."""
