@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strataflux.client import fsq_tiers
 from strataflux.client.errors import MisuseError
-from strataflux.client.evaluate.fsq import FsqTiers, fsq_logits
+from strataflux.client.evaluate.fsq import FsqTiers, fsq_logits, recall_of_tiers
 from strataflux.client.fsq_blocks import FsqBlocks
 from strataflux.client.fsq_refined import TierOptions
 from strataflux.client.fsq_tiers import TieredFsqCache
@@ -228,6 +228,13 @@ def test_going_back(setup: Setup) -> None:
     decoder.prefill(TEXT[:135])
     assert torch.equal(steps(decoder, TEXT[135:150]), first)
     assert len(setup.records.granted) == 2
+
+
+def test_recall_is_that_of_what_coarse_keys_select(setup: Setup) -> None:
+    same = [FsqTiers(one.whole, one.whole, FRACTION, 4, 128) for one in setup.tiers]
+    assert recall_of_tiers(setup.weights, same, TEXT) == [1.0, 1.0]
+    tiers = [FsqTiers(one.coarse, one.whole, FRACTION, 4, 128) for one in setup.tiers]
+    assert all(0.125 < recall < 1 for recall in recall_of_tiers(setup.weights, tiers, TEXT))
 
 
 def test_groups_divide_a_block() -> None:
