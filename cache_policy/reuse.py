@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strataflux.cache_policy.base import later_by, wide
+from strataflux.cache_policy.base import wide
 from strataflux.cache_policy.bits import count_ones, octave
 from strataflux.proto.compiled import borrowing
 
@@ -99,6 +99,7 @@ NUMBERS = _CLOCKS + _HISTORY
 """How many numbers are the model's; a policy's own follow."""
 
 _NO_LIMIT = 1 << 40
+_LATE_AT_MOST = 1 << 24  # ticks of the tier's clock by which a use is told too late
 
 
 def make_numbers(shortest_tick: int, learn_every: int, own: int) -> NDArray[np.int64]:
@@ -137,7 +138,9 @@ def attend(m: Any, clock: int) -> bool:
     Whether this request is one to learn from.
     """
     n = m.numbers
-    later = later_by(clock, n[_CLOCK]) > 0
+    # As a signed difference, a clock that nobody told of for half its range would seem earlier for the other half.
+    behind = (n[_CLOCK] - wide(clock)) & 0xFFFFFFFF
+    later = behind > _LATE_AT_MOST
     if later:
         n[_CLOCK] = clock
     # A clock may be finer than the time in which keys repeat, and then some of its values make a tick.

@@ -148,3 +148,17 @@ def test_the_clock_of_a_use_is_remembered_and_then_that_of_the_oldest_tick() -> 
             reuse.begin(m, new, 1)
     assert reuse.last_clock(m, new) == 20 + 3 * 1000
     assert 20 + 3 * 900 < reuse.last_clock(m, old) < 20 + 3 * 1000
+
+
+@pytest.mark.parametrize("pause", [1, 1 << 20, 1 << 31, 3 << 30])
+def test_time_goes_on_after_a_pause_of_any_length(pause: int) -> None:
+    """What is kept of KV may hear of nothing for a month, while the clock of the cache goes round."""
+    m = model()
+    for clock in (1, 2, 9):
+        ask(m, clock)
+    before = reuse.now(m)
+    for clock in (9 + pause, 10 + pause):
+        ask(m, clock & 0xFFFFFFFF)
+    assert reuse.now(m) == before + 2 * 256
+    ask(m, 5 + pause & 0xFFFFFFFF)  # a use that was seen late
+    assert reuse.now(m) < before + 3 * 256
