@@ -1,4 +1,6 @@
-"""What every test starts from: a clean environment, two threads, and compiled code that is kept between runs."""
+"""What every test starts from: a clean environment, two threads, compiled code that is kept between runs, and GPU kernels
+through Triton's interpreter where there is no GPU.
+"""
 
 import os
 
@@ -15,6 +17,19 @@ os.environ[_KEPT] = str(cache_root().absolute())
 
 # Read by torch and OpenMP when they are first imported, here and in processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+
+def _interpret_without_gpu() -> None:
+    """Triton reads this where kernels are decorated: before any module that has one is imported, whichever test is
+    first.
+    """
+    import torch  # after the number of threads is set
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+_interpret_without_gpu()
 
 
 @pytest.fixture(autouse=True)

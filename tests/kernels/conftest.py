@@ -1,13 +1,9 @@
 """Kernels are tested where they run: on the GPU if there is one, else through Triton's interpreter."""
 
 import ctypes
-import os
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are decorated: before any module that has one is imported
 
 
 @pytest.fixture

@@ -1,14 +1,10 @@
 """The device's step runs through Triton's interpreter where there is no GPU."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are decorated: before any module that has one is imported
 
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.prepare.settings import PrepareSettings
