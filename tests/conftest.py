@@ -1,4 +1,4 @@
-"""What every test starts from: a clean environment, two threads, compiled code that is kept between runs, and GPU kernels
+"""What every test starts from: a clean environment, two threads, compiled code that is kept between runs, and kernels
 through Triton's interpreter where there is no GPU.
 """
 
