@@ -29,7 +29,6 @@ from strataflux.client.cli.options import (
 from strataflux.client.cli.output import Output, print_note, progress
 from strataflux.client.cli.read_ahead import ReadAheadOption
 from strataflux.client.errors import DaemonUnavailableError, MisuseError, RefusedError
-from strataflux.client.schemes import store_slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -221,6 +220,7 @@ def _on_cuda(
     hot_tier: str | None,
 ) -> dict[str, Any]:
     from strataflux.client.cli.generate_device import DeviceRun, tokens_on, told_of
+    from strataflux.client.schemes import store_slot_bytes
 
     hot_bytes = 0
     if hot_tier is not None:
