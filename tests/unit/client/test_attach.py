@@ -75,7 +75,11 @@ def overlap(welcome: Welcome, descriptors: list[int]) -> Message:
 
 
 WRONG: dict[str, tuple[Callable[[Welcome, list[int]], Message], type[ContractError], str]] = {
-    "another layout": (edit(layout=2), MessageError, r"welcome\.layout: found 2; expected 1"),
+    "another layout": (
+        edit(layout=layout.LAYOUT_VERSION + 1),
+        MessageError,
+        rf"welcome\.layout: found {layout.LAYOUT_VERSION + 1}; expected {layout.LAYOUT_VERSION}",
+    ),
     "another generation": (edit(generation=9), MessageError, "page header"),
     "another session": (edit(session=9), MessageError, "page header"),
     "a ring too large": (edit(ring_log2=21), MessageError, "ring_log2: found 21; expected 8 … 20"),

@@ -120,7 +120,7 @@ def test_any_order_that_the_lanes_allow_gives_the_same(prepared: PreparedModel, 
 
 def test_errands_are_for_few_records_and_long_leads() -> None:
     assert Budget.common(4, 1.5).by_errands("o")
-    for k, shift in ((0, 2.0), (8, 2.0), (4, 1.0), (4, 0.0)):
+    for k, shift in ((0, 2.0), (12, 2.0), (4, 1.0), (4, 0.0)):
         assert not Budget.common(k, shift).by_errands("o")
     assert not Budget(dict.fromkeys(SETS, 4), dict.fromkeys(SETS, 0.0), errands_from=0.0).by_errands("o")
 
