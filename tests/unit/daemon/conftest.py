@@ -18,6 +18,7 @@ from strataflux.daemon.admission import Admission
 from strataflux.daemon.attach import AttachServer
 from strataflux.daemon.config import AttachConfig, StoreConfig, TenantConfig
 from strataflux.daemon.errors import DaemonError, Refusal
+from strataflux.daemon.holdings import OpenSession
 from strataflux.daemon.interface import AddedSegment, HotRecords, SessionRequest
 from strataflux.daemon.quotas import Quotas
 from strataflux.daemon.stats import SessionStats, Stats
@@ -29,18 +30,6 @@ CACHE_BYTES = 16 << 20
 STAMPS = CACHE_BYTES // layout.SLOT_UNIT_BYTES
 WATCHDOG_SECONDS = 60.0
 ZEROS = os.open("/dev/zero", os.O_RDONLY | os.O_CLOEXEC)
-
-
-@dataclass
-class FakeOpen:
-    index: int
-    session_id: int
-    tables: list[TableInfo]
-    segments: list[SegmentInfo]
-    ring_log2: int
-    stamps_count: int
-    staging_block_bytes: int
-    descriptors: list[int]
 
 
 @dataclass
@@ -93,7 +82,7 @@ class FakeReader:
         if self.failure is not None:
             raise self.failure
 
-    def open_session(self, request: SessionRequest) -> FakeOpen:
+    def open_session(self, request: SessionRequest) -> OpenSession:
         assert self.gate.wait(WATCHDOG_SECONDS)
         if self.failure is not None:
             raise self.failure
@@ -114,7 +103,7 @@ class FakeReader:
             for n, m in enumerate(manifests)
         ]
         segments = [SegmentInfo(0, CACHE_BYTES)]
-        return FakeOpen(index, 1000 + index, tables, segments, request.ring_log2, STAMPS, 0, descriptors)
+        return OpenSession(index, 1000 + index, tables, segments, request.ring_log2, STAMPS, 0, descriptors)
 
     def close_session(self, index: int) -> None:
         with self._lock:
