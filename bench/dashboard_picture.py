@@ -2,10 +2,11 @@
 
     python bench/dashboard_picture.py [--seconds 240] [--out docs/img/dashboard.png]
 
-A real daemon serves three sessions: two look weights up, with a working set that drifts; one puts KV blocks and looks
-theirs up, too. Half-way the set grows and three records on disk are damaged. A real Prometheus scrapes it, and every
-panel's own queries are put to that Prometheus. Only the drawing is not Grafana's: matplotlib puts the answers where the
-dashboard's grid says, in its units. Needs Debian's `prometheus` and `pip install 'strataflux[docs]'`.
+A real daemon serves three sessions: two look weights up, with a working set that drifts, and one of these asks for some
+of its next step's records ahead; one puts KV blocks and looks theirs up, too. Half-way the set grows and three records on
+disk are damaged. A real Prometheus scrapes it, and every panel's own queries are put to that Prometheus. Only the drawing
+is not Grafana's: matplotlib puts the answers where the dashboard's grid says, in its units. Needs Debian's `prometheus`
+and the `docs` extra.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dashboard_panels import draw
@@ -90,12 +92,25 @@ class Reader:
         self._session, self._table, self._records = session, table, records
         self._random = np.random.default_rng(seed)
         self._drift = 0.0
+        self._next = self._draw(self._random, 64)
 
     def look_up(self, count: int) -> None:
         """Inside a step."""
+        self._ask(self._draw(self._random, count))
+
+    def look_up_and_ahead(self, count: int) -> None:
+        """Inside a step: what the step before foresaw, and then a guess at the next one's, half of it right."""
+        self._ask(self._next)
+        self._next = self._draw(self._random, count)
+        guess = np.concatenate([self._next[::2], self._draw(np.random.default_rng(self._next[0]), count // 2)])
+        self._session.prefetch(self._table, guess, np.full(guess.size, 128, np.uint8), guess.size)
+
+    def _draw(self, random: np.random.Generator, count: int) -> NDArray[np.int64]:
         self._drift += count / 40
-        ranks = (self._random.pareto(0.7, count) * self._records / 60).astype(np.int64) % self._records
-        oids = np.unique((ranks * 7919 + int(self._drift)) % self._records)
+        ranks = (random.pareto(0.7, count) * self._records / 60).astype(np.int64) % self._records
+        return np.unique((ranks * 7919 + int(self._drift)) % self._records)
+
+    def _ask(self, oids: NDArray[np.int64]) -> None:
         scores = self._random.integers(1, 256, oids.size, dtype=np.uint8)
         self._session.lookup(self._table, oids, scores, np.zeros(oids.size, np.uint64))
 
@@ -121,7 +136,7 @@ def work(daemon: PrivateDaemon, manifest: StoreManifest, seconds: float) -> None
                 damage(manifest, (3, 5, 9))
             for session, reader in zip((first, second, third), weights, strict=True):
                 with session.step():
-                    reader.look_up(160 if late else 64)
+                    (reader.look_up_and_ahead if session is first else reader.look_up)(160 if late else 64)
                     if session is third and put:
                         Reader(third, third.kv.table, put * groups, step).look_up(128)
             if put < len(blocks) * min(1.0, now / seconds * 1.2) and third.kv.put(blocks[put], payload):

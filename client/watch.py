@@ -92,8 +92,13 @@ class Rates:
     read_seconds: float | None
     prefetched_per_second: float
     """Records read because clients expected to look them up."""
+    prefetches_asked_per_second: float
+    prefetches_dropped_per_second: float
+    """Asked for and not read, for want of time or room."""
     prefetches_useful: float | None
     """Of those whose fate was settled in the interval, the part that was looked up."""
+    rejected_per_second: float
+    """Missed records that the policy left on the disk."""
     in_flight: int
     queued: int
     read_errors: int
@@ -138,8 +143,7 @@ def _between(
         return max(0, after - before) / seconds
 
     fills, reads = new.fills.fills - old.fills.fills, new.reads.reads - old.reads.reads
-    used = sum(kind.prefetch_used for kind in new.kinds) - sum(kind.prefetch_used for kind in old.kinds)
-    unused = sum(kind.prefetch_unused for kind in new.kinds) - sum(kind.prefetch_unused for kind in old.kinds)
+    used, unused = _both_kinds(new, old, "prefetch_used"), _both_kinds(new, old, "prefetch_unused")
     return Rates(
         seconds=seconds,
         lookups={
@@ -161,7 +165,10 @@ def _between(
         read_bytes_per_second=rate(new.reads.bytes, old.reads.bytes),
         read_seconds=_mean(new.reads.microseconds - old.reads.microseconds, reads),
         prefetched_per_second=rate(new.fills.prefetched, old.fills.prefetched),
+        prefetches_asked_per_second=_both_kinds(new, old, "prefetches") / seconds,
+        prefetches_dropped_per_second=_both_kinds(new, old, "prefetch_dropped") / seconds,
         prefetches_useful=used / (used + unused) if used + unused > 0 else None,
+        rejected_per_second=rate(new.requests.rejected, old.requests.rejected),
         in_flight=new.reads.in_flight,
         queued=new.reads.queued,
         read_errors=new.reads.errors,
@@ -202,6 +209,12 @@ def _lookups(asked: int, hits: int, seconds: float) -> Lookups:
 def _dropped(stats: control_pb2.Stats) -> int:
     requests = stats.requests
     return int(requests.dropped_ring + requests.dropped_queue + requests.dropped_grace)
+
+
+def _both_kinds(new: control_pb2.Stats, old: control_pb2.Stats, name: str) -> int:
+    """What a counter of weights and KV grew by."""
+    after, before = (int(sum(getattr(kind, name) for kind in stats.kinds)) for stats in (new, old))
+    return max(0, after - before)
 
 
 def _mean(microseconds: int, count: int) -> float | None:

@@ -169,9 +169,13 @@ def _work(now: "Rates") -> Table:
     table.add_row(
         "fills", f"{_count(now.fills_per_second)}/s", fills, f"evicted {_count(now.evictions_per_second)}/s", dropped
     )
-    if now.prefetched_per_second:
+    if now.prefetches_asked_per_second:
         useful = f"{_percent(now.prefetches_useful)} used" if now.prefetches_useful is not None else ""
-        table.add_row("ahead", f"{_count(now.prefetched_per_second)}/s", useful, "", "")
+        asked = f"asked {_count(now.prefetches_asked_per_second)}/s"
+        unread = f"dropped {_count(now.prefetches_dropped_per_second)}/s"
+        table.add_row("ahead", f"{_count(now.prefetched_per_second)}/s", useful, asked, unread)
+    if now.rejected_per_second:
+        table.add_row("policy", f"{_count(now.rejected_per_second)}/s", "", "not admitted", "")
     flow = f"{_count(now.read_bytes_per_second / 1e6)} MB/s"
     queue = f"{now.in_flight:,} in flight, {now.queued:,} queued"
     table.add_row("disk", f"{_count(now.reads_per_second)} reads/s", reads, flow, queue)

@@ -13,8 +13,10 @@ import pytest
 from strataflux.client.dashboard.sampler import Sampler
 from strataflux.client.dashboard.server import DashboardServer
 from strataflux.client.serve.listen import address_of, listen
+from strataflux.client.session import Session
 from strataflux.proto.store_format import SectionSpec
 from strataflux.proto.store_writer import StoreWriter
+from tests.fakes.watch import Watch
 from tests.system.conftest import COUNT, RECORD_BYTES, STOP_SECONDS, SmallStore, Start
 from tests.system.test_daemon import attach, read
 
@@ -61,6 +63,14 @@ def dump(browser: str, url: str, tmp_path: Path) -> str:
     return done.stdout
 
 
+def expect(session: Session) -> None:
+    """Ask ahead for what is absent of the last eight records, and wait until it is there."""
+    oids = np.arange(COUNT - 8, COUNT)
+    with session.step():
+        assert session.prefetch(0, oids, np.full(8, 9, np.uint8), 8) > 0
+    Watch().wait_for(lambda: session.absent(0, oids) == 0)
+
+
 def shown(document: str, name: str) -> str:
     match = re.search(rf'id="{name}"[^>]*>([^<]*)<', document)
     assert match is not None, document
@@ -80,6 +90,7 @@ def test_the_page_shows_what_the_daemon_counts(
             with attach(daemon.folder, layered) as session:
                 sampler.sample()
                 read(session, layered, 1)
+                expect(session)
                 sampler.sample()
                 document = dump(browser, f"{address_of(bound)}/", tmp_path)
         finally:
@@ -89,6 +100,11 @@ def test_the_page_shows_what_the_daemon_counts(
     assert "stratafluxd" in shown(document, "about")
     assert shown(document, "hit-weight") == "0.0 %"  # what was waited for counts as the miss it was
     assert float(shown(document, "steps")) > 0
+    assert float(shown(document, "ahead")) > 0
+    asked = re.fullmatch(r"([0-9.,]+) asked, 0.0 dropped", shown(document, "ahead-asked"))
+    assert asked is not None
+    assert shown(document, "rejected") == "0.0"
+    assert shown(document, "policy") == "policy lru, 0 read again after the start"
     cells = [float(value) for value in re.findall(r'data-misses="([^"]+)"', document)]
     assert len(cells) == 2 * LAYERS
     assert all(cells)

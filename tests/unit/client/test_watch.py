@@ -10,6 +10,7 @@ DIGEST = "ab" * 32
 
 def moment(at: float, scale: int, generation: int = 1, **changes: int) -> Moment:
     """Counters grow by ``scale`` times what each begins with."""
+    ahead = {"prefetches": 10 * scale, "prefetch_dropped": 2 * scale}
     stats = control_pb2.Stats(
         at_seconds=at,
         lookups=control_pb2.LookupStats(
@@ -19,7 +20,7 @@ def moment(at: float, scale: int, generation: int = 1, **changes: int) -> Moment
             fills=20 * scale, latency_us=8000 * scale, evictions=10 * scale, prefetched=8 * scale
         ),
         kinds=[
-            control_pb2.KindStats(kind=kind, prefetch_used=3 * scale, prefetch_unused=scale)
+            control_pb2.KindStats(kind=kind, prefetch_used=3 * scale, prefetch_unused=scale, **ahead)
             for kind in ("weight", "kv")
         ],
         reads=control_pb2.ReadStats(
@@ -27,6 +28,7 @@ def moment(at: float, scale: int, generation: int = 1, **changes: int) -> Moment
         ),
         requests=control_pb2.RequestStats(dropped_ring=scale, dropped_queue=2 * scale, dropped_grace=3 * scale),
     )
+    stats.requests.rejected = 5 * scale
     store = control_pb2.Store(
         digest=DIGEST,
         sections=[control_pb2.Section(layer=n, set="qkv", records=50) for n in range(2)],
@@ -47,6 +49,8 @@ def test_rates_are_differences_by_seconds() -> None:
     assert (found.reads_per_second, found.read_bytes_per_second, found.read_seconds) == (8.0, 32768.0, 200e-6)
     assert (found.dropped_per_second, found.in_flight, found.queued, found.read_errors) == (3.0, 3, 2, 1)
     assert (found.prefetched_per_second, found.prefetches_useful) == (4.0, 0.75)
+    assert (found.prefetches_asked_per_second, found.prefetches_dropped_per_second) == (10.0, 2.0)
+    assert found.rejected_per_second == 2.5
     (session,) = found.sessions
     assert (session.session, session.client, session.pid, session.uid) == ("ff", "decoder", 7, 8)
     assert found.steps_per_second == session.steps_per_second == 6.0

@@ -110,6 +110,42 @@ def test_prometheus_takes_the_rules() -> None:
     assert f"{RULES.count('- alert:')} rules found" in done.stdout
 
 
+WASTE, HOT_SET = "StrataFluxPrefetchWaste", "StrataFluxHotSet"
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("series", "alert", "fires"),
+    [
+        ({"prefetches_used_total": (1, 20), "prefetches_unused_total": (1, 80), "fills_total": (1, 900)}, WASTE, True),
+        ({"prefetches_used_total": (1, 80), "prefetches_unused_total": (1, 20), "fills_total": (1, 900)}, WASTE, False),
+        ({"prefetches_used_total": (1, 20), "prefetches_unused_total": (1, 80), "fills_total": (1, 9)}, WASTE, False),
+        ({"hot_set_total": (1, 0.4)}, HOT_SET, True),
+        ({"hot_set_total": (1, 0)}, HOT_SET, False),
+    ],
+)
+def test_alerts_fire_when_they_should(
+    tmp_path: Path, series: dict[str, tuple[int, float]], alert: str, fires: bool
+) -> None:
+    """Counters begin at a value and grow by another each minute, for an hour."""
+    labels = 'instance="a",kind="kv",cause="prefetch"' if alert == WASTE else 'instance="a",op="save",result="failed"'
+    query = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'
+    found = [{"labels": "{}", "value": 1}] if fires else []
+    case = {
+        "interval": "1m",
+        "input_series": [
+            {"series": f"strataflux_{name}{{{labels}}}", "values": f"{first}+{more}x60"}
+            for name, (first, more) in series.items()
+        ],
+        "promql_expr_test": [{"expr": query, "eval_time": "1h", "exp_samples": found}],
+    }
+    body = {"rule_files": [str(MONITORING / "prometheus-alerts.yml")], "evaluation_interval": "1m", "tests": [case]}
+    path = tmp_path / "test.yml"
+    path.write_text(json.dumps(body))
+    done = subprocess.run(["promtool", "test", "rules", str(path)], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @needs_promtool
 def test_prometheus_takes_every_query_of_the_dashboard(tmp_path: Path) -> None:
     """As recording rules, which is what promtool can check a query as."""

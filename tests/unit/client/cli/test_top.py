@@ -63,6 +63,8 @@ def test_it_fits_eighty_columns(encoding: str, monkeypatch: pytest.MonkeyPatch) 
         "and 4 more",
         "cut off",
         "queued",
+        "asked",
+        "not admitted",
     ):
         assert part in text
     assert "one store is read through the page cache" in text
