@@ -3,15 +3,19 @@
     PYTHONSAFEPATH=1 PYTHONPATH=.importroot python bench/fsq_finetune.py \
         --model SmolLM2-135M-Instruct.Q4_1.gguf --text wikitext2-valid.txt --more moby-dick.txt --device cuda
 
-Trains on the part of ``--text`` that is not scored, ``--more`` and Python's own prose; some of that text is
-held out, and what does best there is kept. Each variant tries every rate for a short while and trains on with the best.
-Prints one JSON object a row: conversion, each trial, and the trained codes, which ``--save`` keeps.
+Trains on the part of ``--text`` that is not scored, ``--more``, Python's own prose, and what the model itself writes
+after stretches of these; some of the given text is held out, and what does best there is kept. Each variant tries every
+rate for a short while, if there are several, and trains on with the best. Prints one JSON object a row: conversion,
+trials, and the trained codes; ``--save`` keeps them from minute to minute.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,12 +30,15 @@ from strataflux.client.evaluate.methods.fsq import InMemory
 from strataflux.client.evaluate.text import python_prose, read_text
 from strataflux.client.prepare.fsq import FsqSettings, code_bytes, convert
 from strataflux.client.prepare.fsq_file import FsqAbout, save_codes, weights_digest
-from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, hold_out, random_sequences
+from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings
+from strataflux.client.prepare.fsq_tune_model import FrozenModel, continue_text
+from strataflux.client.prepare.fsq_tune_text import Course, hold_out, overlapping
 from strataflux.client.prepare.source import open_source
 from strataflux.client.runtime.models import DecoderWeights
 from strataflux.kernels.fsq import FsqLayer
 
 HELD_OUT = 16
+BEGAN = time.monotonic()
 
 
 def main() -> None:
@@ -50,51 +57,104 @@ def main() -> None:
     for more in [*map(read_text, options.more), python_prose()]:
         text += tokenizer.encode(more).ids
     train, held = hold_out(torch.tensor(text, device=device), HELD_OUT, options.length)
-    trainer = Trainer(options, weights, train, list(held.split(8)))
-    for variant in options.variants:
+    model = FrozenModel(weights)
+    course = Course(sequences(options, model, train), model.states, weights.config.hidden)
+    trainer = Trainer(options, weights, digest, course, list(held.split(8)))
+    limits = options.seconds * len(options.variants) if len(options.seconds) == 1 else options.seconds
+    for variant, seconds in zip(options.variants, limits, strict=True):
         ratio, levels, bound = variant.split(":")
         settings = FsqSettings(code_bytes(weights.config, float(ratio)), int(levels), bound)
         codes = [made.layer for made in convert(InMemory(weights), given, settings, device)]
         row = {"variant": variant, "nbytes": settings.nbytes, "train_tokens": len(train)}
+        row |= {"own_tokens": options.own * options.length}
         put({**row, "row": "converted", **divergence(weights, codes, references)})
-        tried = {rate: trainer.run(codes, rate, options.trial_seconds) for rate in options.rates}
-        for rate, tuning in tried.items():
-            put({**row, "row": "trial", "rate": rate, **told(tuning)})
-        best = min(tried, key=lambda rate: tried[rate].held_out_loss)
-        done = trainer.run(codes, best, options.seconds)
-        trained = done.result()
-        put({**row, "row": "trained", "rate": best, **told(done), **divergence(weights, trained, references)})
-        if options.save:
-            about = FsqAbout(
-                settings.nbytes, settings.levels, settings.bound, "original", digest, tuned_seconds=done.seconds
-            )
-            save_codes(options.save / f"{variant.replace(':', '-')}.safetensors", trained, about)
+        best = best_rate(trainer, row, codes)
+        path = options.save and options.save / f"{variant.replace(':', '-')}.safetensors"
+        done = trainer.run(codes, best, seconds, settings, path)
+        put({**row, "row": "trained", "rate": best, **told(done), **divergence(weights, done.result(), references)})
+
+
+def best_rate(trainer: "Trainer", row: dict[str, object], codes: list[FsqLayer]) -> float:
+    options = trainer.options
+    if len(options.rates) == 1:
+        return options.rates[0]
+    tried = {rate: trainer.run(codes, rate, options.trial_seconds) for rate in options.rates}
+    for rate, tuning in tried.items():
+        put({**row, "row": "trial", "rate": rate, **told(tuning)})
+    return min(tried, key=lambda rate: tried[rate].held_out_loss)
+
+
+def sequences(options: argparse.Namespace, model: FrozenModel, text: torch.Tensor) -> torch.Tensor:
+    """What is trained on [count, length]: the text, each token ``--times``, and the model's own."""
+    began, parts = time.monotonic(), [overlapping(text, options.length, options.times)]
+    for number, count in enumerate(batches(options.own, options.own_batch)):
+        starts = torch.randint(
+            0, len(text) - options.prompt + 1, (count,), generator=torch.Generator().manual_seed(number)
+        )
+        prompts = text[(starts[:, None] + torch.arange(options.prompt)).to(text.device)]
+        parts.append(continue_text(model, prompts, options.length, number))
+    made = torch.cat(parts)
+    print(f"{made.shape[0]} sequences in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    return made
+
+
+def batches(count: int, size: int) -> Iterator[int]:
+    yield from (min(size, count - start) for start in range(0, count, size))
 
 
 class Trainer:
     """Runs on one text."""
 
     def __init__(
-        self, options: argparse.Namespace, weights: DecoderWeights, text: torch.Tensor, held: list[torch.Tensor]
+        self,
+        options: argparse.Namespace,
+        weights: DecoderWeights,
+        digest: str,
+        course: Course,
+        held: list[torch.Tensor],
     ) -> None:
-        self.options, self.weights, self.text, self.held = options, weights, text, held
+        self.options, self.weights, self.digest, self.course, self.held = options, weights, digest, course, held
 
-    def run(self, codes: list[FsqLayer], rate: float, seconds: float) -> FsqTuning:
+    def run(
+        self,
+        codes: list[FsqLayer],
+        rate: float,
+        seconds: float,
+        made: FsqSettings | None = None,
+        path: Path | None = None,
+    ) -> FsqTuning:
+        """With ``path``, codes are kept there, once a minute and at the end."""
         options = self.options
-        settings = TuneSettings(options.steps, rate, seconds, recompute=options.recompute)
+        until = options.deadline - (time.monotonic() - BEGAN)
+        settings = TuneSettings(
+            options.steps, rate, max(1.0, min(seconds, until)), recompute=options.recompute, check_every=options.check
+        )
         tuning = FsqTuning(self.weights, codes, settings, held_out=self.held)
+        kept = time.monotonic()
 
         def say(step: int, loss: float) -> None:
-            if step % 20 == 0:
+            nonlocal kept
+            if step % options.check == 0:
                 seen = f"step {step}: {loss:.4f}, held out {tuning.held_out_loss:.4f}, {tuning.seconds:.0f} s"
                 print(seen, file=sys.stderr, flush=True)
+            if made is not None and path is not None and time.monotonic() - kept > 60:
+                self.keep(tuning, made, path)
+                kept = time.monotonic()
 
-        tuning.run(random_sequences(self.text, options.batch, options.length, 0), say)
+        tuning.run(self.course.batches(options.batch, 0), say)
+        if made is not None and path is not None:
+            self.keep(tuning, made, path)
         return tuning
+
+    def keep(self, done: FsqTuning, made: FsqSettings, path: Path) -> None:
+        found = (done.held_out_before, done.held_out_loss)
+        about = FsqAbout(made.nbytes, made.levels, made.bound, "original", self.digest)
+        save_codes(path, done.result(), replace(about, tuned_seconds=done.seconds, held_out=found))
 
 
 def told(tuning: FsqTuning) -> dict[str, float]:
-    return {"steps": tuning.step, "seconds": round(tuning.seconds, 1), "held_out": tuning.held_out_loss}
+    found = {"steps": tuning.step, "seconds": round(tuning.seconds, 1)}
+    return found | {"held_out_before": tuning.held_out_before, "held_out": tuning.held_out_loss}
 
 
 def put(row: dict[str, object]) -> None:
@@ -112,11 +172,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--variants", nargs="+", default=["8:0:clamp", "16:0:clamp"])
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--seconds", type=float, default=90, help="of training, a variant")
+    parser.add_argument("--seconds", type=float, nargs="+", default=[90], help="of training, all variants or each")
+    parser.add_argument("--deadline", type=float, default=1e9, help="begin no training step after so many seconds")
     parser.add_argument("--trial-seconds", type=float, default=12, help="of training, a rate")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    parser.add_argument("--check", type=int, default=20, help="steps between looks at held-out text")
+    parser.add_argument("--times", type=int, default=2, help="sequences that a token of the text is in")
+    parser.add_argument("--own", type=int, default=0, help="sequences that the model writes")
+    parser.add_argument("--own-batch", type=int, default=2048, help="of them at once")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of the text that each of them begins with")
     parser.add_argument("--recompute", action="store_true", help="less memory, a quarter more time")
     parser.add_argument("--save", type=Path, help="a folder for trained codes")
     return parser.parse_args()

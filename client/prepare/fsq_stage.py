@@ -12,7 +12,8 @@ from strataflux.client.errors import InputError
 from strataflux.client.prepare.fsq import Conversion, convert
 from strataflux.client.prepare.fsq_file import FsqAbout, save_codes, weights_digest
 from strataflux.client.prepare.fsq_request import FsqRequest, FsqTraining
-from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, hold_out, random_sequences
+from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings
+from strataflux.client.prepare.fsq_tune_text import hold_out, random_sequences
 from strataflux.client.prepare.prepared import FSQ, PreparedModel
 from strataflux.client.prepare.settings import PrepareSettings
 from strataflux.client.prepare.source import ModelSource
@@ -38,7 +39,7 @@ class FsqStage:
 
     @staticmethod
     def steps(layers: int, settings: PrepareSettings) -> int:
-        """How often :meth:`run` calls ``advance``."""
+        """How often :meth:`run` calls ``advance`` for a model of so many ``layers`` that get codes."""
         trained = sum(request.training is not None for request in settings.codes)
         return len(settings.codes) * layers + trained * _TRAINING_STEPS
 
@@ -58,16 +59,17 @@ class FsqStage:
                 layers = tuning.result()
                 held_out = (tuning.held_out_before, tuning.held_out_loss)
                 about = _about(request, made, about.weights_sha256, tuning.seconds, held_out)
-            save_codes(prepared.folder / FSQ / f"{request.name}.safetensors", layers, about)
+            path = prepared.folder / FSQ / f"{request.name}.safetensors"
+            save_codes(path, layers, about, source.config.whole)
 
     def _convert(
         self, request: FsqRequest, source: WeightSource, advance: Callable[[], object]
     ) -> Sequence[Conversion]:
-        stage, layers = f"fsq-{request.name}", source.config.layers
-        if all(self._work.has(stage, index) for index in range(layers)):
-            for _ in range(layers):
+        stage, layers = f"fsq-{request.name}", source.config.whole
+        if layers and all(self._work.has(stage, index) for index in layers):
+            for _ in layers:
                 advance()
-            return [self._kept(request, index) for index in range(layers)]
+            return [self._kept(request, index) for index in layers]
 
         def told(index: int, made: Conversion) -> None:
             if not self._work.has(stage, index):

@@ -8,8 +8,9 @@ the steps, cosine down to a twentieth of the rate). Ours:
   differ in size by orders of magnitude, and one absolute rate that moves the strong ones drowns the weak ones;
 - with held-out text, what is kept is the best that any check saw there, the untrained codes included.
 
-Quantization runs in float32, products of frozen weights in bfloat16 where the device has it. The state of a run is one
-file, written by rename every minute: an interrupted run goes on from it.
+Quantization runs in float32, products of frozen weights in bfloat16. What the unconverted model makes of a text is not
+computed again each time that it comes (:class:`~strataflux.client.prepare.fsq_tune_text.Course`). The state of a run
+is one file, written by rename every minute: an interrupted run goes on from it.
 """
 
 import math
@@ -21,15 +22,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm
-from torch.utils.checkpoint import checkpoint
 
-from strataflux.client.runtime.block import run_block
+from strataflux.client.prepare.fsq_tune_code import TrainedCode
+from strataflux.client.prepare.fsq_tune_loss import head_divergence
+from strataflux.client.prepare.fsq_tune_model import FrozenModel
+from strataflux.client.prepare.fsq_tune_text import Lesson
 from strataflux.client.runtime.models import DecoderWeights
-from strataflux.client.runtime.rope import rotary_table
-from strataflux.kernels.fsq import FsqGrid, FsqLayer, quantize_straight_through
+from strataflux.kernels.fsq import FsqLayer
 
-__all__ = ["FsqTuning", "TuneSettings", "hold_out", "random_sequences"]
+__all__ = ["FsqTuning", "TuneSettings"]
 
 
 @dataclass(frozen=True)
@@ -57,49 +58,6 @@ class TuneSettings:
         return self.rate * (0.05 + 0.95 * (1 + math.cos(math.pi * (along - 0.05) / 0.95)) / 2)
 
 
-class _Code(nn.Module):
-    """One layer's parameters in units of their sizes."""
-
-    def __init__(self, layer: FsqLayer) -> None:
-        super().__init__()
-        self.grid: FsqGrid = layer.grid
-        self.scale = layer.grid.levels.to(layer.encoder.device) / 2
-        decoder = layer.decoder * self.scale
-        self.rows = _size(layer.encoder, 1)
-        self.columns = _size(decoder, 0)
-        # A bias counts as the weight of an input as large as all others together.
-        self.row_shift = self.rows.flatten() * layer.encoder.shape[1] ** 0.5
-        self.output_shift = _size(decoder, 1).flatten() * decoder.shape[1] ** 0.5
-        self.encoder = nn.Parameter(layer.encoder / self.rows)
-        self.encoder_bias = nn.Parameter(layer.encoder_bias / self.row_shift)
-        self.decoder = nn.Parameter(decoder / self.columns)
-        self.decoder_bias = nn.Parameter(layer.decoder_bias / self.output_shift)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Keys and values [..., m] of inputs [..., hidden]."""
-        with torch.autocast(x.device.type, enabled=False):
-            z = linear(x.float(), self.encoder * self.rows, self.encoder_bias * self.row_shift)
-            scaled = quantize_straight_through(z, self.grid) / self.scale
-        return linear(scaled, self.decoder * self.columns, self.decoder_bias * self.output_shift)
-
-    @torch.no_grad()
-    def result(self) -> FsqLayer:
-        """The layer as it decodes."""
-        return FsqLayer(
-            self.grid,
-            self.encoder * self.rows,
-            self.encoder_bias * self.row_shift,
-            self.decoder * self.columns / self.scale,
-            self.decoder_bias * self.output_shift,
-        )
-
-
-def _size(matrix: Tensor, dim: int) -> Tensor:
-    """Root mean squares along ``dim``, which stays."""
-    size: Tensor = matrix.square().mean(dim, keepdim=True).sqrt().clamp_min(1e-12)
-    return size
-
-
 class FsqTuning:
     """One run. ``run`` may be interrupted at any time; a new object with the same arguments goes on."""
 
@@ -122,12 +80,12 @@ class FsqTuning:
                 them is the result.
         """
         # fixed after construction
-        self._weights = weights
+        self._model = FrozenModel(weights)
         self._settings = settings
         self._state = state
-        self._held_out = held_out
+        self._held_out = [Lesson(tokens, self.teach(tokens)) for tokens in held_out]
         # changed by training
-        self._codes = nn.ModuleList(_Code(code) for code in codes)
+        self._codes = nn.ModuleList(TrainedCode(code) for code in codes)
         self._optimizer = torch.optim.AdamW(
             self._codes.parameters(), settings.rate, betas=(0.9, 0.95), weight_decay=settings.decay
         )
@@ -147,18 +105,21 @@ class FsqTuning:
         """Whether nothing is left to do."""
         return self.step >= self._settings.steps or self.seconds >= self._settings.seconds
 
-    def run(self, batches: Iterable[Tensor], progress: Callable[[int, float], object] = lambda _, __: None) -> None:
-        """Train on ``batches`` of tokens [sequences, n] int64 until all is done; ``progress`` is told of each step and
-        its divergence in nats a token.
-        """
+    @torch.no_grad()
+    def teach(self, tokens: Tensor) -> Tensor:
+        """The unconverted model's states [sequences, n, hidden] of ``tokens`` [sequences, n], for lessons."""
+        return self._model.states(tokens)
+
+    def run(self, lessons: Iterable[Lesson], progress: Callable[[int, float], object] = lambda _, __: None) -> None:
+        """Train on ``lessons`` until all is done; ``progress`` is told of each step and its divergence in nats."""
         last, settings, saved = time.monotonic(), self._settings, self.seconds
         if self.step == 0:
             self._check()
             self.held_out_before = self.held_out_loss
-        for tokens in batches:
+        for lesson in lessons:
             if self.done:
                 break
-            loss = self._train(tokens)
+            loss = self._train(lesson)
             self.step += 1
             if self.step % settings.check_every == 0:
                 self._check()
@@ -183,53 +144,31 @@ class FsqTuning:
     def _check(self) -> None:
         if not self._held_out:
             return
-        loss = sum(self._loss(tokens).item() for tokens in self._held_out) / len(self._held_out)
+        loss = sum(self._loss(lesson).item() for lesson in self._held_out) / len(self._held_out)
         if loss < self.held_out_loss:
             self.held_out_loss = loss
             self._best = {name: tensor.detach().clone() for name, tensor in self._codes.state_dict().items()}
 
-    def _train(self, tokens: Tensor) -> float:
+    def _train(self, lesson: Lesson) -> float:
         settings = self._settings
         along = max((self.step + 1) / settings.steps, self.seconds / settings.seconds)
         for group in self._optimizer.param_groups:
             group["lr"] = settings.rate_at(min(1.0, along))
-        loss = self._loss(tokens)
+        loss = self._loss(lesson)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self._codes.parameters(), settings.clip)
         self._optimizer.step()
         return loss.item()
 
-    def _loss(self, tokens: Tensor) -> Tensor:
-        with torch.autocast(tokens.device.type, torch.bfloat16):
-            with torch.no_grad():
-                wanted = torch.log_softmax(self._logits(tokens, converted=False).float(), -1)
-            found = torch.log_softmax(self._logits(tokens, converted=True).float(), -1)
-        loss: Tensor = (wanted.exp() * (wanted - found)).sum(-1).mean()
-        return loss
+    def _loss(self, lesson: Lesson) -> Tensor:
+        wanted = self.teach(lesson.tokens) if lesson.states is None else lesson.states
+        found = self._model.states(lesson.tokens, self._replaced, recompute=self._settings.recompute)
+        return head_divergence(found, wanted, self._model.head)
 
-    def _logits(self, tokens: Tensor, *, converted: bool) -> Tensor:
-        weights, config = self._weights, self._weights.config
-        cosine, sine = rotary_table(config, tokens.shape[1])
-        turns = cosine.to(tokens.device), sine.to(tokens.device)
-        hidden = weights.embedding[tokens]
-        for index in range(config.layers):
-            if converted and self._settings.recompute and torch.is_grad_enabled():
-                hidden = checkpoint(self._layer, hidden, index, turns, True, use_reentrant=False)
-            else:
-                hidden = self._layer(hidden, index, turns, converted)
-        return linear(rms_norm(hidden, (config.hidden,), weights.norm, config.norm_epsilon), weights.head)
-
-    def _layer(self, hidden: Tensor, index: int, turns: tuple[Tensor, Tensor], converted: bool) -> Tensor:
-        config, layer = self._weights.config, self._weights.layers[index]
-        queries, code = config.heads * config.head_dim, self._codes[index]
-
-        def project(name: str, x: Tensor) -> Tensor:
-            if not converted or name != "qkv":
-                return linear(x, layer.projections[name])
-            return torch.cat((linear(x, layer.projections["qkv"][:queries]), code(x)), -1)
-
-        return run_block(config, layer, hidden, turns, project)
+    def _replaced(self, index: int, x: Tensor, _: Tensor) -> Tensor:
+        made: Tensor = self._codes[index](x)
+        return made
 
     def _save(self, path: Path) -> None:
         tensors = {f"code.{name}": tensor for name, tensor in self._codes.state_dict().items()}
@@ -256,20 +195,3 @@ class FsqTuning:
         self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
         step, self.seconds, self.held_out_loss, self.held_out_before = tensors["progress"].tolist()
         self.step = int(step)
-
-
-def hold_out(tokens: Tensor, sequences: int, length: int) -> tuple[Tensor, Tensor]:
-    """``tokens`` [n] without ``sequences`` stretches of ``length``, evenly spread; and those [sequences, length]."""
-    share = tokens.shape[0] // sequences
-    parts = [tokens[i * share : (i + 1) * share if i + 1 < sequences else None] for i in range(sequences)]
-    return torch.cat([part[:-length] for part in parts]), torch.stack([part[-length:] for part in parts])
-
-
-def random_sequences(tokens: Tensor, sequences: int, length: int, seed: int, first: int = 0) -> Iterable[Tensor]:
-    """Batches [sequences, length] from random places of ``tokens`` [n]; number ``first`` on, each always the same."""
-    number = first
-    while True:
-        random = torch.Generator().manual_seed(seed * 1_000_003 + number)
-        starts = torch.randint(0, tokens.shape[0] - length + 1, (sequences,), generator=random)
-        yield tokens[(starts[:, None] + torch.arange(length)).to(tokens.device)]
-        number += 1

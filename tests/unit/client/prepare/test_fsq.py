@@ -22,7 +22,8 @@ from strataflux.client.prepare.fsq import (
     full_bytes,
     uniform_width,
 )
-from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, hold_out, random_sequences
+from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings
+from strataflux.client.prepare.fsq_tune_text import hold_out, random_sequences
 from strataflux.client.runtime.forward import forward_text
 from strataflux.client.runtime.models import DecoderWeights, LayerWeights, ModelConfig
 from strataflux.kernels.fsq import FsqLayer

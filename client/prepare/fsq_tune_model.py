@@ -1,0 +1,137 @@
+"""The model around codes that are trained: everything in it is frozen, its products run in bfloat16."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from strataflux.client.runtime.block import Attend, attend_causally, run_block
+from strataflux.client.runtime.models import DecoderWeights, LayerWeights
+from strataflux.client.runtime.rope import rotary_table
+
+__all__ = ["FrozenModel", "Replaced", "continue_text"]
+
+Replaced = Callable[[int, Tensor, Tensor], Tensor]
+"""Keys and values [sequences, n, m] of layer ``index`` for its normed inputs [sequences, n, hidden] float32, in the
+place of what the projections make of them; the queries [sequences, n, rows], before norm and rotation, are given."""
+
+
+class FrozenModel:
+    """A model's states before its head, with its own keys and values or others."""
+
+    def __init__(self, weights: DecoderWeights) -> None:
+        """Copies the matrices of ``weights`` as bfloat16, on their device; states between layers stay float32."""
+        self.config = weights.config
+        self.head = weights.head.bfloat16()
+        """[vocabulary, hidden] bfloat16."""
+        self._embedding, self._norm = weights.embedding, weights.norm
+        self._layers = [_in_bfloat16(layer) for layer in weights.layers]
+        self._turns = torch.empty(0), torch.empty(0)
+
+    def states(
+        self,
+        tokens: Tensor,
+        replaced: Replaced | None = None,
+        *,
+        recompute: bool = False,
+        first: int = 0,
+        attends: Sequence[Attend] = (),
+    ) -> Tensor:
+        """Normed states [sequences, n, hidden] bfloat16 before the head.
+
+        Args:
+            tokens: [sequences, n] int64.
+            replaced: what makes keys and values; None: the model itself.
+            recompute: compute a layer again when its gradients are due instead of keeping what is between.
+            first: the position of the first of ``tokens``.
+            attends: what each layer's positions see; empty: themselves and those before among ``tokens``.
+        """
+        turns = self._turned(first, first + tokens.shape[1], tokens.device)
+        hidden = self._embedding[tokens]
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            for index in range(self.config.layers):
+                attend = attends[index] if attends else attend_causally
+                if recompute and torch.is_grad_enabled():
+                    hidden = checkpoint(self._run, index, hidden, turns, replaced, attend, use_reentrant=False)
+                else:
+                    hidden = self._run(index, hidden, turns, replaced, attend)
+        return rms_norm(hidden, (self.config.hidden,), self._norm, self.config.norm_epsilon).bfloat16()
+
+    def _run(
+        self, index: int, hidden: Tensor, turns: tuple[Tensor, Tensor], replaced: Replaced | None, attend: Attend
+    ) -> Tensor:
+        config, layer = self.config, self._layers[index]
+        rows = config.heads * config.head_dim
+
+        def project(name: str, x: Tensor) -> Tensor:
+            if replaced is None or name != "qkv":
+                return linear(x, layer.projections[name])
+            queries = linear(x, layer.projections["qkv"][:rows])
+            return torch.cat((queries, replaced(index, x, queries)), -1)
+
+        return run_block(config, layer, hidden, turns, project, attend)
+
+    def _turned(self, first: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Rows ``first`` to ``stop`` of the rotary table; a copy to a device waits for all that runs there."""
+        if self._turns[0].shape[0] < stop or self._turns[0].device != device:
+            cosine, sine = rotary_table(self.config, max(stop, 2048))
+            self._turns = cosine.to(device), sine.to(device)
+        return self._turns[0][first:stop], self._turns[1][first:stop]
+
+
+def _in_bfloat16(layer: LayerWeights) -> LayerWeights:
+    return replace(
+        layer,
+        projections={name: matrix.bfloat16() for name, matrix in layer.projections.items()},
+        query_norm=None if layer.query_norm is None else layer.query_norm.bfloat16(),
+        key_norm=None if layer.key_norm is None else layer.key_norm.bfloat16(),
+    )
+
+
+@torch.no_grad()
+def continue_text(model: FrozenModel, prompts: Tensor, length: int, seed: int) -> Tensor:
+    """``prompts`` continued by the model itself, each token drawn from the whole of what it predicts.
+
+    Training to imitate a model needs text of the kind that it will see, and no other source of truth; its own is
+    unlimited (data-free distillation, as LLM-QAT does it).
+
+    Args:
+        model: who writes.
+        prompts: [sequences, n] int64; keys and values of all sequences are in memory, in bfloat16.
+        length: of a sequence, ``prompts`` included; at least n.
+        seed: the same on the same device draws the same.
+
+    Returns:
+        [sequences, length] int64.
+    """
+    config, (count, given) = model.config, prompts.shape
+    shape = (config.layers, 2, count, config.kv_heads, length, config.head_dim)
+    held = torch.empty(shape, dtype=torch.bfloat16, device=prompts.device)
+    random = torch.Generator(prompts.device).manual_seed(seed)
+    text = torch.empty(count, length, dtype=torch.int64, device=prompts.device)
+    text[:, :given] = prompts
+    first = 0
+    for stop in range(given, length):
+        attends = [partial(_attend_held, layer, first) for layer in held]
+        last = model.states(text[:, first:stop], first=first, attends=attends)[:, -1]
+        shares = torch.softmax(linear(last, model.head).float(), -1)
+        # The largest of p / Exponential(1) is a draw from p.
+        text[:, stop] = (shares / torch.empty_like(shares).exponential_(generator=random)).argmax(-1)
+        first = stop
+    return text
+
+
+def _attend_held(held: Tensor, first: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """An :data:`Attend` that appends to ``held`` [2, sequences, kv_heads, length, head_dim] from position ``first``."""
+    stop = first + keys.shape[2]
+    held[0, :, :, first:stop], held[1, :, :, first:stop] = keys, values
+    if first == 0:
+        return attend_causally(queries, keys, values)
+    # One query a head: those of a key head are rows of one product, which reads its keys once.
+    rows = queries.squeeze(2).unflatten(1, (keys.shape[1], -1))  # type: ignore[no-untyped-call]
+    mixed: Tensor = scaled_dot_product_attention(rows, held[0, :, :, :stop], held[1, :, :, :stop])
+    return mixed.flatten(1, 2)[:, :, None]
