@@ -86,6 +86,7 @@ __all__ = [
     "Block",
     "Mapped",
     "announce_put",
+    "announce_renewal",
     "announce_wait",
     "begin_step",
     "copy_clock",
@@ -154,6 +155,7 @@ _SLEEPING_AT: Final = layout.offset_of(layout.DAEMON_PAGE, "sleeping")
 _FENCED_AT: Final = layout.offset_of(layout.SESSION_VIEW, "fenced")
 _FILLS_AT: Final = layout.offset_of(layout.SESSION_VIEW, "fills")
 _HEAD_AT: Final = layout.offset_of(layout.SESSION_VIEW, "ring_head")
+_RENEWALS_AT: Final = layout.offset_of(layout.SESSION_PAGE, "renewals")
 _BEGUN_AT: Final = layout.offset_of(layout.SESSION_PAGE, "step_begun")
 _ENDED_AT: Final = layout.offset_of(layout.SESSION_PAGE, "step_ended")
 _TAIL_AT: Final = layout.offset_of(layout.SESSION_PAGE, "ring_tail")
@@ -223,6 +225,14 @@ def copy_clock(block: Block) -> None:
     """
     # SYNC: clock (read). Relaxed: a stamp that is a tick old is as good.
     block[CLOCK] = np.uint64(load_u32(block[DAEMON_PAGE] + np.uint64(_CLOCK_AT)))
+
+
+@compiled
+def announce_renewal(block: Block) -> None:
+    """Say, before :func:`begin_step`, that the step to begin goes on with the last one, and is none to be counted."""
+    at = block[PAGE] + np.uint64(_RENEWALS_AT)
+    # Relaxed: a daemon that sees the step first counts one too many until the next that is one.
+    store_u32(at, load_u32(at) + np.uint32(1))
 
 
 @compiled

@@ -211,7 +211,7 @@ class Session:
 
     def renew(self) -> None:
         """Let go, within a long step, of what was found: addresses are void, slots that were evicted meanwhile are
-        free again. The daemon counts one step more; whether all of it was valid, ``Step.end`` says.
+        free again. To whoever counts steps it stays one; whether all of it was valid, ``Step.end`` says.
 
         Raises:
             MisuseError: outside a step.
@@ -347,6 +347,7 @@ class Session:
         meanwhile()
         with self._lock:
             self._run_queued()
+        attach_block.announce_renewal(self._attachment.block)
         self._open_step()
 
     def _run_queued(self) -> None:

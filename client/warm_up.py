@@ -16,6 +16,7 @@ def compile_path() -> None:
     pages = (base, base + layout.PAGE_HEADER_BYTES, base + 2 * layout.PAGE_HEADER_BYTES)
     block = attach_block.make_block(pages, layout.RING_LOG2_MIN, geometry)
     nothing = np.empty(0, np.int64)
+    attach_block.announce_renewal(block)
     attach_block.begin_step(block)
     directory.look_up(block, 0, nothing, np.empty(0, np.uint8), np.empty(0, np.uint64), False)
     directory.ask_ahead(block, 0, nothing, np.empty(0, np.uint8), 1)

@@ -25,9 +25,12 @@ from strataflux.proto.compiled import borrowing
 __all__ = ["begin_session", "close_batch", "end_session", "fence_stuck", "observe_steps", "recycle"]
 
 _BEGUN = layout.offset_of(layout.SESSION_PAGE, "step_begun")
+_RENEWALS = layout.offset_of(layout.SESSION_PAGE, "renewals")
 _ENDED = layout.offset_of(layout.SESSION_PAGE, "step_ended")
 _FENCED = layout.offset_of(layout.SESSION_VIEW, "fenced")
 _ONE = np.uint64(1)
+_MOST_STEPS = 1 << 16
+"""Between two looks; the words are a client's, who may write anything."""
 
 
 @borrowing
@@ -43,12 +46,19 @@ def observe_steps(c: Core) -> bool:
         # Of two steps in flight the older one stamps, too.
         session.since = session.step_clock if later_by(begun, ended) < 2 else session.before_clock
         if begun != session.begun or inside:
-            session.steps += max(min(later_by(begun, session.begun), 1 << 16), 0)
-            session.begun = begun
+            renewed = wide(load_u32(session.page + _RENEWALS))
+            session.net_steps += _grown(begun, session.begun) - _grown(renewed, session.renewed)
+            session.steps = max(session.steps, session.net_steps)
+            session.begun, session.renewed = begun, renewed
             c.stepped[place] = c.rd[0].clock
         session.inside = inside
         any_inside |= inside and session.fenced == 0
     return any_inside
+
+
+@borrowing
+def _grown(now: int, before: int) -> int:
+    return max(min(later_by(now, before), _MOST_STEPS), 0)
 
 
 @borrowing

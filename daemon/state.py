@@ -172,7 +172,9 @@ SESSION = np.dtype(
         ("waits", "i8"),  # may wait for what it misses
         ("inside", "i8"),  # in a step when last looked at
         ("begun", "i8"),  # last step_begun seen
-        ("steps", "i8"),
+        ("renewed", "i8"),  # last renewals seen
+        ("net_steps", "i8"),  # begun less renewed, as of now;
+        ("steps", "i8"),  # at its highest: the two are not read at one moment
         ("taken", "i8"),
         ("duplicates", "i8"),
         ("invalid", "i8"),

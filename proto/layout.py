@@ -112,6 +112,7 @@ SESSION_VIEW = _page(
 SESSION_PAGE = _page(
     [
         ("step_begun", "<u4", 64),
+        ("renewals", "<u4", 68),
         ("step_ended", "<u4", 128),
         ("ring_tail", "<u8", 192),
         ("put_tail", "<u8", 256),

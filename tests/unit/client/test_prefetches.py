@@ -115,6 +115,7 @@ def test_a_long_step_lets_go_of_slots_and_learns_what_came_of_all_of_it(session:
         first = daemon.word(0, "step_begun")
         session.renew()
         assert (daemon.word(0, "step_ended"), daemon.word(0, "step_begun")) == (first, first + 1)
+        assert daemon.word(0, "renewals") == 1
         daemon.fence()
         session.renew()
         session.renew()

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from strataflux.client import attach_block
 from strataflux.daemon import cache, counting, evict, slots
 from strataflux.daemon.counting import HASHES
 from strataflux.daemon.folding import CounterFold, read_stats
@@ -53,6 +55,34 @@ def test_steps_to_the_first_use_are_those_of_who_asked(disk: Disk) -> None:
     expected[-1] += 1  # never
     assert ages(disk) == expected
     assert disk.rig.rd["sampled"] == 2
+    disk.rig.intact()
+
+
+def test_steps_that_go_on_with_the_one_before_are_not_counted(disk: Disk) -> None:
+    rig, client = disk.rig, disk.client
+    for renewals in (0, 3, 1):
+        client.begin()
+        for _ in range(renewals):
+            client.end()
+            rig.sweep()
+            attach_block.announce_renewal(client.block)
+            client.begin()
+            rig.sweep()
+        client.end()
+    rig.sweep()
+    assert client.page["step_begun"] == 7
+    assert client.counters["steps"] == 3
+
+
+def test_a_count_of_renewals_that_is_rubbish_stops_the_count_of_steps_and_nothing_else(disk: Disk) -> None:
+    client, random = disk.client, np.random.default_rng(1)
+    before = 0
+    for renewals in random.integers(0, 1 << 32, 50):
+        client.page["renewals"] = renewals
+        client.ask([])
+        disk.rig.sweep()
+        assert before <= client.counters["steps"] <= client.page["step_begun"]
+        before = int(client.counters["steps"])
     disk.rig.intact()
 
 
