@@ -4,64 +4,7 @@
 // themselves and add up through shared memory in a fixed order, so equal operands give equal bits. A warp turns codes
 // into fragments of the tensor core's m16n8k16 product in registers: weights are its 16 rows, inputs its 8 columns,
 // sums are float32.
-#include "gpu/errands.cuh"
-
-#ifndef HOST_EMULATION  // a test compiles the rest for the host and brings its own versions of these
-__device__ __forceinline__ uint4 load_once(const uint4* address) {
-  uint4 v;
-  asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
-  return v;
-}
-// Inputs may be written by the kernel before this one while this one waits: not through the read-only path.
-__device__ __forceinline__ uint4 load_input(const uint4* address) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
-  return v;
-}
-__device__ __forceinline__ u32 add_halves(u32 a, u32 b) {
-  u32 d;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-__device__ __forceinline__ float low_half(u32 v) {
-  float f;
-  asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(f) : "r"(v));
-  return f;
-}
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-#endif
-
-// Word i of a tile with each of its eight codes in a nibble of its own.
-template <int BITS>
-__device__ __forceinline__ u32 nibbles(const u32* words, int i) {
-  if (BITS == 4) return words[i];
-  u32 low = (words[i >> 1] >> (2 * (i & 1))) & 0x33333333u;
-  if (BITS == 2) return low;
-  u32 high = i == 0 ? words[2] << 2 : i == 1 ? words[2] << 1 : i == 2 ? words[2] : words[2] >> 1;
-  return low | (high & 0x44444444u);
-}
-
-// Codes minus zero-point as float16, exactly: a code in the low bits of 1024 (0x6400) is 1024 + code, and four bits
-// further up 1024 + 16·code. `first` is -(1024 + zero) of row g, `second` -(64 + zero) of row g + 8.
-__device__ __forceinline__ void spread(u32 (&a)[4], u32 codes, u32 first, u32 second) {
-  const u32 sixteenth = 0x2C002C00u;
-  u32 later = codes >> 8;
-  a[0] = add_halves((codes & 0x000F000Fu) | 0x64006400u, first);
-  a[1] = fma_halves((codes & 0x00F000F0u) | 0x64006400u, sixteenth, second);
-  a[2] = add_halves((later & 0x000F000Fu) | 0x64006400u, first);
-  a[3] = fma_halves((later & 0x00F000F0u) | 0x64006400u, sixteenth, second);
-}
+#include "lowbit_codes.cuh"
 
 // Nibbles as a byte permutation takes them: of four bits, three that choose a byte, and from which half of a table.
 struct Picks { u32 entry, half; };
@@ -130,7 +73,8 @@ lowbit_gemv(const uint4* words, const uint4* meta, const u16* x, float* y, int r
   if (BESIDE && block < 0) {
     let_next_kernel_start();
     wait_for_previous_kernel();
-    run_errands<32 * WARPS>(errands, errand_count, blockIdx.x);
+    __shared__ float scratch[ERRAND_SCRATCH<32 * WARPS>];
+    run_errands<32 * WARPS>(errands, errand_count, blockIdx.x, scratch);
     return;
   }
   u32 w[DEPTH][TILES][4 * BITS], m[DEPTH][TILES][4 * META], table[TILES][2][TABLE];

@@ -17,7 +17,8 @@ bit i of each nibble.
 in the low half, zero in the high half. Codebook: int32 [rows, 2^bits / 2], the low bytes of the table in code order,
 then the high.
 
-The fast path is CUDA C++ (lowbit_gemv.cu), the portable one Triton (lowbit_gemv_triton.py); both read the same bytes.
+The fast path is CUDA C++ (lowbit_gemv.cu, and lowbit_gemv_stream.cu for one input), the portable one Triton
+(lowbit_gemv_triton.py); all read the same bytes.
 """
 
 from pathlib import Path
@@ -37,6 +38,7 @@ __all__ = [
     "STRIP",
     "LowbitWeights",
     "Plan",
+    "StreamPlan",
     "default_plan",
     "gemv",
     "gemv_reference",
@@ -77,6 +79,17 @@ class Plan(NamedTuple):
     tiles: int
     warps: int
     depth: int
+    early: bool = True
+
+
+class StreamPlan(NamedTuple):
+    """How the fast path streams scaled weights for one input: warps that share a block's strips, strips in each warp's
+    ring, blocks a multiprocessor; ``early`` as of :class:`Plan`.
+    """
+
+    warps: int = 8
+    stages: int = 4
+    share: int = 1
     early: bool = True
 
 
@@ -218,7 +231,7 @@ def gemv(
     y: Tensor,
     *,
     add: bool = False,
-    plan: Plan | None = None,
+    plan: Plan | StreamPlan | None = None,
     path: Literal["cuda", "triton"] | None = None,
     errands: "Errands | None" = None,
 ) -> None:
@@ -253,8 +266,14 @@ def gemv(
         if errands is not None:
             errands.run()
         gemv_triton(weights, x, y, add=add)
+        return
+    plan = plan or default_plan(weights)
+    if isinstance(plan, StreamPlan):
+        from strataflux.kernels.lowbit_gemv_stream import gemv_stream
+
+        gemv_stream(weights, x, y, add=add, plan=plan, errands=errands)
     else:
-        _launch(weights, x, y, add, plan or default_plan(weights), errands)
+        _launch(weights, x, y, add, plan, errands)
 
 
 def _launch(weights: LowbitWeights, x: Tensor, y: Tensor, add: bool, plan: Plan, errands: "Errands | None") -> None:

@@ -8,6 +8,10 @@ struct Errand {
 };
 enum { SELECT = 0, FETCH = 1, ADD = 2 };
 
+// Floats of shared memory that a block's errands take beside what they declare.
+template <int THREADS>
+constexpr int ERRAND_SCRATCH = 256 + 8 * THREADS;
+
 template <int THREADS>
 __device__ __forceinline__ void select_channels(const i64* f, int block, int blocks) {
   const Selecting s = {(const void*)f[0], (const float*)f[1], (i64*)f[2], (const float*)f[3], (int*)f[4], (u64*)f[5],
@@ -48,9 +52,11 @@ __device__ __forceinline__ void fetch_records(const i64* f, int block, int block
 // y += scale ⊙ Σ x · (code - 8) over fetched rows. A block has 64 words of eight outputs at a time, and its groups of 64
 // threads share the records; sums have a fixed order, so equal operands give equal bits.
 template <int THREADS>
-__device__ __forceinline__ void add_records(const i64* f, int block, int blocks) {
+__device__ __forceinline__ void add_records(const i64* f, int block, int blocks, float* scratch) {
   constexpr int WORDS = THREADS < 64 ? THREADS : 64, GROUPS = THREADS / WORDS, BATCH = 256, DEEP = 8;
-  __shared__ float weight[BATCH], sums[GROUPS][8 * WORDS];
+  static_assert(BATCH + GROUPS * 8 * WORDS <= ERRAND_SCRATCH<THREADS>, "scratch");
+  float* weight = scratch;
+  auto sums = (float(*)[8 * WORDS])(scratch + BATCH);
   const u16* x = (const u16*)f[0];
   const int* channels = (const int*)f[1];
   const i64* addresses = (const i64*)f[2];
@@ -102,7 +108,7 @@ __device__ __forceinline__ void add_records(const i64* f, int block, int blocks)
 
 // The errands of block `block`, one after another; `errands` is constant, all else waits for the kernel before.
 template <int THREADS>
-__device__ __forceinline__ void run_errands(const Errand* errands, int count, int block) {
+__device__ __forceinline__ void run_errands(const Errand* errands, int count, int block, float* scratch) {
   for (int i = 0; i < count; i++) {
     const Errand* errand = errands + i;
     const int blocks = (int)errand->blocks, own = block - (int)errand->first;
@@ -110,6 +116,6 @@ __device__ __forceinline__ void run_errands(const Errand* errands, int count, in
     const i64* f = errand->field;
     if (errand->kind == SELECT) select_channels<THREADS>(f, own, blocks);
     else if (errand->kind == FETCH) fetch_records<THREADS>(f, own, blocks);
-    else add_records<THREADS>(f, own, blocks);
+    else add_records<THREADS>(f, own, blocks, scratch);
   }
 }

@@ -28,7 +28,9 @@ def errand_emulation(folder: Path) -> ctypes.CDLL:
     needs_compiler()
     runs = [
         f"""extern "C" void run{threads}(int blocks, const Errand* errands, int count) {{
-          run_blocks(blocks, {threads}, [=] {{ run_errands<{threads}>(errands, count, blockIdx.x); }});
+          run_blocks(blocks, {threads}, [=] {{
+            run_errands<{threads}>(errands, count, blockIdx.x, (float*)block_memory);
+          }});
         }}"""
         for threads in THREADS
     ]

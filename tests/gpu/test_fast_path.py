@@ -6,8 +6,18 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
 
 from strataflux.kernels.cuda_build import CudaError, cuda_available
+from strataflux.kernels.gpu.errands import Errands, Fetch
+from strataflux.kernels.gpu.fetch import Staging
 from strataflux.kernels.gpu.host_memory import Access, HostRegistration
-from strataflux.kernels.lowbit_gemv import LowbitWeights, Plan, gemv, gemv_reference, pack_codebook, pack_scaled
+from strataflux.kernels.lowbit_gemv import (
+    LowbitWeights,
+    Plan,
+    StreamPlan,
+    gemv,
+    gemv_reference,
+    pack_codebook,
+    pack_scaled,
+)
 from strataflux.proto.segment import create, map_descriptor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_available(), reason="no CUDA device, or no cuda.bindings")]
@@ -40,6 +50,27 @@ def test_fast_path_is_the_reference(
     again = torch.full_like(y, torch.nan)
     gemv(packed, x, again, path="cuda", plan=plan)
     assert torch.equal(again, y)
+
+
+@pytest.mark.parametrize("plan", [StreamPlan(), StreamPlan(4, 6, 2), StreamPlan(16, 2), StreamPlan(2, 1, early=False)])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(("rows", "inputs"), [(1000, 4160), (129, 4096), (4096, 14336)])
+def test_streams_are_the_reference_with_errands_or_without(rows: int, inputs: int, bits: int, plan: StreamPlan) -> None:
+    packed = weights("scaled", bits, rows, inputs)
+    x = torch.randn(1, inputs).half().cuda()
+    expected = gemv_reference(packed, x)
+    staging, records = Staging(20, 1024, 2000, x.device), torch.randint(0, 99, (20, 512), dtype=torch.int32).cuda()
+    staging.selection.addresses[:] = torch.tensor([record.data_ptr() for record in records])
+    found = []
+    for errands in (None, Errands([Fetch(staging, 0, staging.pieces)]), None):
+        y = torch.full((1, rows), torch.nan, device="cuda")
+        gemv(packed, x, y, plan=plan, errands=errands)
+        assert (y - expected).norm() <= 1e-5 * expected.norm()
+        found.append(y)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert torch.equal(staging.rows[:, :500], records[:, :500])
+    gemv(packed, x, y, plan=plan, add=True)
+    assert (y - 2 * expected).norm() <= 2e-5 * expected.norm()
 
 
 def test_a_captured_chain_sees_what_came_before() -> None:

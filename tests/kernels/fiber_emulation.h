@@ -198,6 +198,8 @@ static float __fdiv_rn(float a, float b) { return a / b; }
 static void copy_async(void* to, const void* from) { std::memcpy(to, from, 16); }
 static void commit_copies() {}
 static void wait_for_copies() {}
+template <int NEWEST>
+static void wait_for_copies_before() {}
 static uint4 load_exact(const void* address) { return *(const uint4*)address; }
 static unsigned int load_half(const unsigned short* address) { return *address; }
 static int load_int(const int* address) { return *address; }

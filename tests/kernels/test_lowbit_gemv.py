@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from strataflux.kernels.gpu.errands import Errands, Fetch
+from strataflux.kernels.gpu.fetch import Staging
 from strataflux.kernels.lowbit_gemv import (
     LowbitWeights,
     Plan,
+    StreamPlan,
     default_plan,
     gemv,
     gemv_reference,
@@ -19,6 +22,7 @@ from strataflux.kernels.lowbit_gemv import (
     pack_scaled,
     unpack,
 )
+from strataflux.kernels.lowbit_gemv_stream import gemv_stream, shared_bytes, stream_instance
 from tests.fakes.emulation import emulated
 
 pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
@@ -115,6 +119,73 @@ def test_cuda_source_on_an_emulated_warp(case: tuple[str, int, int, int, int, in
     )
     library.run(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in (packed.words, packed.meta, x, y)))
     assert close(y, x.double() @ values.t() + int(add))
+
+
+STREAMS = (
+    # bits, group, rows, inputs, blocks, plan, add: odd strips, padding in both directions, blocks of unequal work
+    (4, 128, 49, 640, 3, StreamPlan(2, 3), False),
+    (4, 64, 17, 576, 1, StreamPlan(3, 1), True),
+    (3, 64, 33, 320, 2, StreamPlan(1, 4), False),
+    (3, 128, 80, 512, 5, StreamPlan(2, 2), False),
+    (2, 128, 64, 1024, 2, StreamPlan(4, 4), True),
+)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the CUDA source for the host with")
+@pytest.mark.parametrize("case", STREAMS)
+def test_streamed_source_on_an_emulated_block(
+    case: tuple[int, int, int, int, int, StreamPlan, bool], tmp_path: Path
+) -> None:
+    bits, group, rows, inputs, blocks, plan, add = case
+    packed, values = scaled(bits, rows, inputs, group, torch.device("cpu"))
+    x = torch.randn(1, inputs).half()
+    y = torch.full((1, rows), 1.0 if add else torch.nan)
+    tiles, strips = packed.words.shape[:2]
+    assert shared_bytes(packed, plan, blocks) <= 16 * 16384  # what the emulation has
+    library = emulated(
+        SOURCE.with_name("lowbit_gemv_stream.cu"),
+        f"""extern "C" void run(const uint4* words, const uint4* meta, const u16* x, float* y) {{
+          run_blocks({blocks}, {32 * plan.warps}, [=] {{
+            {stream_instance(packed, plan, add=add)}(
+              words, meta, x, y, {rows}, {inputs}, {strips}, {tiles}, {blocks}, 0, 0, 0);
+          }});
+        }}""",
+        tmp_path,
+    )
+    library.run(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in (packed.words, packed.meta, x, y)))
+    assert close(y, x.double() @ values.t() + int(add))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the CUDA source for the host with")
+def test_a_stream_runs_errands_in_blocks_of_their_own(tmp_path: Path) -> None:
+    packed, values = scaled(4, 48, 512, 128, torch.device("cpu"))
+    x, y = torch.randn(1, 512).half(), torch.full((1, 48), torch.nan)
+    staging, records = Staging(20, 256, 96, torch.device("cpu")), torch.randint(0, 1 << 20, (5, 64), dtype=torch.int32)
+    staging.selection.addresses[:] = torch.tensor([records[i].data_ptr() for i in (3, 0, 4, 1, 2)])
+    table, blocks = Errands([Fetch(staging, 0, staging.pieces)]).table(64, 3, torch.device("cpu"))
+    plan = StreamPlan(2, 2)
+    library = emulated(
+        SOURCE.with_name("lowbit_gemv_stream.cu"),
+        f"""extern "C" void run(const uint4* words, const uint4* meta, const u16* x, float* y, const Errand* errands) {{
+          run_blocks({blocks + 2}, 64, [=] {{
+            {stream_instance(packed, plan, add=False, beside=True)}(
+              words, meta, x, y, 48, 512, 2, {packed.words.shape[0]}, 2, errands, 1, {blocks});
+          }});
+        }}""",
+        tmp_path,
+    )
+    library.run(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in (packed.words, packed.meta, x, y, table)))
+    assert close(y, x.double() @ values.t())
+    assert torch.equal(staging.rows[:, :24], records[[3, 0, 4, 1, 2], :24])
+
+
+@pytest.mark.parametrize(("kind", "batch", "warps"), [("codebook", 1, 1), ("scaled", 2, 1), ("scaled", 1, 3)])
+def test_streams_are_refused_where_there_is_no_kernel(kind: str, batch: int, warps: int) -> None:
+    host = torch.device("cpu")
+    packed, _ = scaled(4, 32, 512, 128, host) if kind == "scaled" else codebook(4, 32, 512, host)
+    x, y = torch.zeros(batch, 512).half(), torch.zeros(batch, 32)
+    with pytest.raises(ValueError, match="one input and no more warps than strips"):
+        gemv_stream(packed, x, y, add=False, plan=StreamPlan(warps, 2), errands=None)
 
 
 def test_reference_is_the_definition() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from strataflux.kernels.gpu.errands import Errands
-from strataflux.kernels.lowbit_gemv import LowbitWeights, Plan, default_plan, gemv
+from strataflux.kernels.lowbit_gemv import LowbitWeights, Plan, StreamPlan, default_plan, gemv
 
 __all__ = ["DenseLinear", "Linear", "LowbitLinear"]
 
@@ -37,7 +37,7 @@ class LowbitLinear:
     x_dtype = torch.float16
     y_dtype = torch.float32
 
-    def __init__(self, weights: LowbitWeights, plan: Plan | None = None) -> None:
+    def __init__(self, weights: LowbitWeights, plan: Plan | StreamPlan | None = None) -> None:
         """Use ``plan``, or what suits the shape."""
         self.rows, self.inputs, self.bytes = weights.rows, weights.inputs, weights.bytes
         self.weights = weights
