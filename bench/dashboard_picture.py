@@ -3,10 +3,10 @@
     python bench/dashboard_picture.py [--seconds 240] [--out docs/img/dashboard.png]
 
 A real daemon serves three sessions: two look weights up, with a working set that drifts, and one of these asks for some
-of its next step's records ahead; one puts KV blocks and looks theirs up, too. Half-way the set grows and three records on
-disk are damaged. A real Prometheus scrapes it, and every panel's own queries are put to that Prometheus. Only the drawing
-is not Grafana's: matplotlib puts the answers where the dashboard's grid says, in its units. Needs Debian's `prometheus`
-and the `docs` extra.
+of its next step's records ahead; one puts KV blocks and looks theirs up, too. Half-way the set grows and three records
+on disk are damaged. A real Prometheus scrapes it, and every panel's own queries are put to that Prometheus. Only the
+drawing is not Grafana's: matplotlib puts the answers where the dashboard's grid says, in its units. Needs Debian's
+`prometheus` and the `docs` extra.
 """
 
 import argparse
