@@ -96,6 +96,7 @@ def on_device(weights: DecoderWeights, device: str) -> DecoderWeights:
             layer.attention_norm.to(device),
             layer.mlp_norm.to(device),
             {name: matrix.to(device) for name, matrix in layer.projections.items()},
+            window=layer.window,
         )
         for layer in weights.layers
     ]

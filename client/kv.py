@@ -24,7 +24,7 @@ from torch import Tensor
 from strataflux.client.errors import MisuseError
 from strataflux.client.kv_blocks import KvBlocks
 from strataflux.client.kv_options import blocks_for
-from strataflux.client.runtime.cache import check_truncation
+from strataflux.client.runtime.cache import check_truncation, require_all_seen
 from strataflux.client.runtime.models import ModelConfig
 from strataflux.client.weights import MORE, RecordSource, SetStatistics
 from strataflux.kernels import kv_attention_cpu
@@ -90,10 +90,11 @@ class RefinedKVCache:
                 is absent: a block's records can be looked up only then.
 
         Raises:
-            MisuseError: the pool has fewer free blocks.
+            MisuseError: the pool has fewer free blocks, or a layer attends to a window shorter than ``context``.
             RefusedError: the daemon has no room for the records of so many. DaemonUnavailableError: nobody answers.
         """
         config = blocks.config
+        require_all_seen(config, context, "--kv")
         kv_attention_cpu.compile_all()  # inside a step it would hold slots for seconds
         # fixed after construction
         self.context = context

@@ -18,6 +18,7 @@ from strataflux.client.evaluate.kv import DenseKv, Prefilled, prefill, score_exa
 from strataflux.client.evaluate.scoring import Reference, Score, score
 from strataflux.client.kv_options import KvOptions, blocks_for
 from strataflux.client.refined import RefinedModel
+from strataflux.client.runtime.cache import require_all_seen
 from strataflux.client.runtime.models import DecoderWeights, ModelConfig
 from strataflux.client.runtime.threads import decoding_threads
 from strataflux.client.session_stats import SessionStats
@@ -132,10 +133,11 @@ def evaluate_kv(
         ahead: how many blocks before a layer what it will probably select is asked for; 0 for never.
 
     Raises:
-        MisuseError: there is no such format or distance.
+        MisuseError: there is no such format or distance, or a layer's window is shorter than those of the text.
         DaemonUnavailableError, RefusedError: as attaching.
     """
     context = len(windows[0]) - 1
+    require_all_seen(weights.config, context, "--kv")
     form = options.form(weights.config.head_dim)
     parts = _Parts()
     with ExitStack() as stack:

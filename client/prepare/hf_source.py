@@ -1,5 +1,8 @@
 """Read a Hugging Face folder of the Llama architecture: ``config.json``, ``*.safetensors``,
 ``tokenizer.json``.
+
+Layers that attend to a window are told as Transformers' own classes tell them: all of Mistral's, and for Qwen and
+Ministral those that ``layer_types`` names, which for Qwen are by default those from ``max_window_layers`` on.
 """
 
 import json
@@ -33,6 +36,7 @@ _PARTS = {
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "MinistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
@@ -42,8 +46,8 @@ _OWN = {
     "qwen3": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
 }
 """Tensors of a layer that others do not have."""
-_MISTRAL_WINDOW = 4096
-"""Where the configuration does not say: Transformers' default."""
+_WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
+"""Where the configuration does not say: Transformers' defaults."""
 
 
 class HfSource:
@@ -80,12 +84,13 @@ class HfSource:
                 heads=heads,
                 kv_heads=self._json.get("num_key_value_heads") or heads,
                 head_dim=head_dim,
-                context=self._context(),
+                context=self._setting("max_position_embeddings"),
                 rope_theta=theta,
                 norm_epsilon=float(self._setting("rms_norm_eps")),
                 tied_head=bool(self._json.get("tie_word_embeddings", False)),
                 rope_divisors=self._rope_divisors(rope, head_dim, theta),
                 architecture=_ARCHITECTURES[self._json["architectures"][0]],
+                windows=self._windows(),
             )
         except ModelConfigError as error:
             raise DamagedModel(
@@ -106,7 +111,7 @@ class HfSource:
 
     def layer(self, index: int) -> LayerWeights:
         """Layer ``index``, with its projection sets fused."""
-        prefix, shapes = f"model.layers.{index}.", part_shapes(self.config)
+        prefix, shapes, window = f"model.layers.{index}.", part_shapes(self.config), self.config.window(index)
         parts = {part: self._tensor(f"{prefix}{_PARTS[part]}.weight", shape) for part, shape in shapes.items()}
         norms = [
             self._tensor(f"{prefix}{name}.weight", (self.config.hidden,))
@@ -114,12 +119,12 @@ class HfSource:
         ]
         if self.config.qkv_bias:
             biases = [self._tensor(f"{prefix}{_PARTS[part]}.bias", shapes[part][:1]) for part in "qkv"]
-            return fused_layer((norms[0], norms[1]), parts, biases=biases)
+            return fused_layer((norms[0], norms[1]), parts, biases=biases, window=window)
         if not self.config.head_norms:
-            return fused_layer((norms[0], norms[1]), parts)
+            return fused_layer((norms[0], norms[1]), parts, window=window)
         shape = (self.config.head_dim,)
         queries, keys = (self._tensor(f"{prefix}self_attn.{name}_norm.weight", shape) for name in "qk")
-        return fused_layer((norms[0], norms[1]), parts, (queries, keys))
+        return fused_layer((norms[0], norms[1]), parts, (queries, keys), window=window)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer in ``tokenizer.json``."""
@@ -139,7 +144,7 @@ class HfSource:
     def _refuse_variants(self) -> None:
         """What the configuration says of layers that run differently from those here."""
         path = self.path / "config.json"
-        for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        for name in ("attention_bias", "mlp_bias"):
             if self._json.get(name):
                 raise UnsupportedModel(path, f"{name} = true", "false", "use another model")
         if self._json.get("hidden_act", "silu") != "silu":
@@ -147,9 +152,11 @@ class HfSource:
         if "quantization_config" in self._json:
             found = "quantization_config: weights that are quantized already"
             raise UnsupportedModel(path, found, "unquantized weights", "use the model they were made of")
+        kinds = self._layer_kinds()
         for layer, kind in enumerate(self._json.get("layer_types") or ()):
-            if kind != "full_attention":
-                raise UnsupportedModel(path, f"layer {layer} of type {kind!r}", "'full_attention'", "use another model")
+            if kind not in kinds:
+                found, expected = f"layer {layer} of type {kind!r}", " or ".join(map(repr, kinds))
+                raise UnsupportedModel(path, found, expected, "use another model")
 
     def _refuse_extras(self) -> None:
         # Biases, experts and further norms would be dropped in silence otherwise.
@@ -193,12 +200,29 @@ class HfSource:
         with safe_open(self._files[name], framework="pt") as opened:
             return require_tensor(f"{self._files[name]}: {name}", opened.get_tensor(name), shape)
 
-    def _context(self) -> int:
-        """Positions over which attention is to all tokens, here as there."""
-        most: int = self._setting("max_position_embeddings")
+    def _window(self) -> int:
+        """Of the layers that have one; 0 if none has."""
+        name = self._json["architectures"][0]
+        used = self._json.get("use_sliding_window", False) if name.startswith("Qwen") else name != "LlamaForCausalLM"
+        return int(self._json.get("sliding_window", _WINDOW) or 0) if used else 0
+
+    def _layer_kinds(self) -> tuple[str, ...]:
+        """What ``layer_types`` may name; Mistral's layers are all alike, whatever it says."""
+        if not self._window():
+            return ("full_attention",)
         mistral = self._json["architectures"][0] == "MistralForCausalLM"
-        window = self._json.get("sliding_window", _MISTRAL_WINDOW) if mistral else None
-        return most if window is None else min(most, int(window))
+        return ("sliding_attention",) if mistral else ("full_attention", "sliding_attention")
+
+    def _windows(self) -> tuple[int, ...]:
+        window, layers = self._window(), self._setting("num_hidden_layers")
+        first = 0
+        if self._json["architectures"][0].startswith("Qwen"):
+            first = self._json.get("max_window_layers", _MAX_WINDOW_LAYERS)
+        kinds = self._json.get("layer_types")
+        if kinds is None:
+            kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+        windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+        return windows if any(windows) else ()
 
     def _setting(self, name: str) -> Any:
         if name not in self._json:

@@ -177,6 +177,7 @@ class PreparedModel:
             query_norm=self._tensor(f"layers.{index}.query_norm") if self.config.head_norms else None,
             key_norm=self._tensor(f"layers.{index}.key_norm") if self.config.head_norms else None,
             qkv_bias=self._tensor(f"layers.{index}.qkv_bias") if self.config.qkv_bias else None,
+            window=self.config.window(index),
         )
 
     def refinement_scales(self, layer: int, set_name: str) -> Tensor:
@@ -206,6 +207,8 @@ class PreparedModel:
     def weights_sha256(self) -> str:
         """SHA-256 over the low-bit weights alone, which fitting refinement anew leaves as they are; reads them all."""
         digest = TensorDigest()
+        if self.config.windows:
+            digest.add("windows", torch.tensor(self.config.windows, dtype=torch.float32))
         for name in self._tensors():
             if not name.endswith(".refinement_scales"):
                 digest.add(name, self._tensor(name))

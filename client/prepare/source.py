@@ -84,9 +84,11 @@ def fused_layer(
     parts: dict[str, Tensor],
     head_norms: tuple[Tensor, Tensor] | None = None,
     biases: Sequence[Tensor] = (),
+    window: int = 0,
 ) -> LayerWeights:
     """One layer of separate matrices ``q k v o gate up down`` with its projection sets fused along
-    outputs, and likewise the ``biases`` of queries, keys and values, if there are any.
+    outputs, and likewise the ``biases`` of queries, keys and values, if there are any; it attends to ``window``
+    positions, or to all for 0.
     """
     return LayerWeights(
         attention_norm=norms[0],
@@ -100,6 +102,7 @@ def fused_layer(
         query_norm=head_norms[0] if head_norms else None,
         key_norm=head_norms[1] if head_norms else None,
         qkv_bias=torch.cat(tuple(biases)) if biases else None,
+        window=window,
     )
 
 

@@ -5,6 +5,7 @@ Prefill and the evaluation of low-bit caches differ in ``attend``.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,19 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from strataflux.client.runtime.models import LayerWeights, ModelConfig
 from strataflux.client.runtime.rope import rotate
 
-__all__ = ["Attend", "Project", "attend_causally", "mix_heads", "multiply", "norm_heads", "norm_queries", "run_block"]
+__all__ = [
+    "Attend",
+    "Project",
+    "attend_causally",
+    "attend_newest",
+    "attention_of",
+    "mix_heads",
+    "multiply",
+    "norm_heads",
+    "norm_queries",
+    "run_block",
+    "seen_by_newest",
+]
 
 Project = Callable[[str, Tensor], Tensor]
 """Outputs [..., outputs] of the projection set with this name for its input [..., inputs]."""
@@ -36,27 +49,57 @@ def attend_causally(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return mixed
 
 
+def seen_by_newest(count: int, held: int, device: torch.device, window: int = 0) -> Tensor:
+    """[count, held] bool: the last ``count`` of ``held`` tokens see themselves and all before, or so many of them that
+    it is ``window`` in all.
+    """
+    positions = torch.arange(held, device=device)
+    now = positions[held - count :, None]
+    return (positions <= now) & (positions > now - window) if window else positions <= now
+
+
+def attend_newest(queries: Tensor, keys: Tensor, values: Tensor, window: int = 0) -> Tensor:
+    """Mixed values [sequences, heads, m, head_dim] of queries of the newest m among the tokens of ``keys`` and
+    ``values`` [sequences, kv_heads, n, head_dim]; each sees itself and all before, or the newest ``window`` of these.
+    """
+    count, held = queries.shape[2], keys.shape[2]
+    limited = 0 < window < held
+    if count == held and not limited:
+        return attend_causally(queries, keys, values)
+    seen = seen_by_newest(count, held, keys.device, window) if limited or count > 1 else None
+    mixed: Tensor = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, enable_gqa=True)
+    return mixed
+
+
+def attention_of(layer: LayerWeights) -> Attend:
+    """What ``layer`` does with a text from its first position on: every position attends to itself and those before,
+    as far as its window.
+    """
+    return partial(attend_newest, window=layer.window) if layer.window else attend_causally
+
+
 def run_block(
     config: ModelConfig,
     layer: LayerWeights,
     hidden: Tensor,
     turns: tuple[Tensor, Tensor],
     project: Project,
-    attend: Attend = attend_causally,
+    attend: Attend | None = None,
 ) -> Tensor:
     """The hidden states [sequences, n, hidden] after ``layer``; a new tensor.
 
     Args:
         config: the model's dimensions.
-        layer: only its norms are used here; its matrices are behind ``project``.
+        layer: only its norms, and its window, are used here; its matrices are behind ``project``.
         hidden: [sequences, n, hidden] before the layer.
         turns: rows of :func:`strataflux.client.runtime.rope.rotary_table`, those of the n positions.
         project: called for ``qkv``, ``o``, ``gate_up`` and ``down``, in this order.
-        attend: what a position sees; by default itself and those before.
+        attend: what a position sees; by default as :func:`attention_of`.
     """
     shape, epsilon = (config.hidden,), config.norm_epsilon
     x = rms_norm(hidden, shape, layer.attention_norm, epsilon)
-    hidden = hidden + project("o", mix_heads(config, layer, project("qkv", x), turns, attend))
+    mixed = mix_heads(config, layer, project("qkv", x), turns, attend or attention_of(layer))
+    hidden = hidden + project("o", mixed)
     x = rms_norm(hidden, shape, layer.mlp_norm, epsilon)
     gate, up = project("gate_up", x).chunk(2, -1)
     return hidden + project("down", silu(gate) * up)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from strataflux.client.errors import MisuseError
-from strataflux.client.runtime.block import attend_causally, multiply, norm_heads, norm_queries, run_block
+from strataflux.client.runtime.block import attention_of, multiply, norm_heads, norm_queries, run_block
 from strataflux.client.runtime.cache import ExactCache, KvCache
 from strataflux.client.runtime.models import SETS, DecoderWeights
 from strataflux.client.runtime.rope import rotary_table, rotate
@@ -173,7 +173,7 @@ class Decoder:
 
     def _attend_and_fill(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.cache.fill(layer, keys[0], values[0])
-        return attend_causally(queries, keys, values)
+        return attention_of(self.weights.layers[layer])(queries, keys, values)
 
     @torch.inference_mode()
     def step(self, token: int) -> Tensor:

@@ -17,12 +17,14 @@ d/2.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 __all__ = ["SETS", "DecoderWeights", "LayerWeights", "ModelConfig", "ModelConfigError", "WeightSource"]
+
+_T = TypeVar("_T")
 
 SETS = ("qkv", "o", "gate_up", "down")
 """The projection sets of a layer, in the order in which a step needs them."""
@@ -59,6 +61,10 @@ class ModelConfig:
     """``llama``, or the same with something between a layer's first matrix and its heads: ``qwen2`` adds biases,
     ``qwen3`` norms each query and key head.
     """
+    windows: tuple[int, ...] = ()
+    """How many positions each layer attends to, the newest ones and a position's own; 0 for all. Empty: all layers to
+    all.
+    """
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "context"):
@@ -73,6 +79,11 @@ class ModelConfig:
             len(self.rope_divisors) in (0, self.head_dim // 2) and all(d > 0 for d in self.rope_divisors),
             "rope_divisors",
             f"nothing or {self.head_dim // 2} positive numbers",
+        )
+        self._require(
+            not self.windows or (len(self.windows) == self.layers and min(self.windows) >= 0 < max(self.windows)),
+            "windows",
+            f"nothing, or for each of {self.layers} layers 0 or a positive integer, one of them positive",
         )
 
     def _require(self, holds: bool, name: str, expected: str) -> None:
@@ -89,6 +100,29 @@ class ModelConfig:
         """Whether queries, keys and values have biases."""
         return self.architecture == "qwen2"
 
+    @property
+    def sliding(self) -> tuple[int, ...]:
+        """Layers that attend to a window of positions only."""
+        return tuple(layer for layer in range(self.layers) if self.window(layer))
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Layers that attend to all positions: the others."""
+        return tuple(layer for layer in range(self.layers) if not self.window(layer))
+
+    def by_layer(self, items: Sequence[_T]) -> list[_T | None]:
+        """``items``, one for each of :attr:`whole`, by layer; None for layers with a window.
+
+        Raises:
+            ValueError: there are more or fewer.
+        """
+        found = dict(zip(self.whole, items, strict=True))
+        return [found.get(layer) for layer in range(self.layers)]
+
+    def window(self, layer: int) -> int:
+        """Positions that ``layer`` attends to; 0: all."""
+        return self.windows[layer] if self.windows else 0
+
     def set_shape(self, name: str) -> tuple[int, int]:
         """(outputs, inputs) of a projection set."""
         attention = self.heads * self.head_dim
@@ -101,7 +135,10 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that :meth:`from_json` turns back into an equal configuration."""
-        return asdict(self) | {"rope_divisors": list(self.rope_divisors)}
+        value = asdict(self) | {"rope_divisors": list(self.rope_divisors), "windows": list(self.windows)}
+        if not self.windows:
+            del value["windows"]  # what was written before there were any says the same, and keeps its identity
+        return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "ModelConfig":
@@ -111,10 +148,11 @@ class ModelConfig:
             ModelConfigError: a field is missing or unknown, or as on construction.
         """
         known = {field.name for field in fields(cls)}
-        if value.keys() != known:
+        if value.keys() | {"windows"} != known:
             differing = sorted(value.keys() ^ known)
             raise ModelConfigError(f"model configuration: missing or unknown fields {', '.join(differing)}")
-        return cls(**{**value, "rope_divisors": tuple(value["rope_divisors"])})
+        lists = {name: tuple(value.get(name, ())) for name in ("rope_divisors", "windows")}
+        return cls(**{**value, **lists})
 
 
 @dataclass(frozen=True)
@@ -130,13 +168,16 @@ class LayerWeights:
     """[head_dim], shared by all key heads; likewise."""
     qkv_bias: Tensor | None = None
     """[outputs of ``qkv``], added to them; only with :attr:`ModelConfig.qkv_bias`."""
+    window: int = 0
+    """Positions it attends to, as :meth:`ModelConfig.window`."""
 
     def to(self, device: torch.device) -> "LayerWeights":
         """The same layer on ``device``."""
         matrices = {name: matrix.to(device) for name, matrix in self.projections.items()}
+        norms = self.attention_norm.to(device), self.mlp_norm.to(device)
         own = (self.query_norm, self.key_norm, self.qkv_bias)
-        rest = [None if tensor is None else tensor.to(device) for tensor in own]
-        return LayerWeights(self.attention_norm.to(device), self.mlp_norm.to(device), matrices, *rest)
+        query_norm, key_norm, bias = (None if tensor is None else tensor.to(device) for tensor in own)
+        return LayerWeights(*norms, matrices, query_norm, key_norm, bias, self.window)
 
 
 class WeightSource(Protocol):

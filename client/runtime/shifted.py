@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from strataflux.client.errors import MisuseError
-from strataflux.client.runtime.block import attend_causally, mix_heads
+from strataflux.client.runtime.block import attention_of, mix_heads
 from strataflux.client.runtime.models import SETS, LayerWeights, ModelConfig
 
 __all__ = ["SHIFTS", "Refinement", "check_shift", "run_shifted"]
@@ -65,7 +65,7 @@ def run_shifted(
 
     Args:
         config: the model's dimensions.
-        layers: only their norms are used here.
+        layers: only their norms and windows are used here.
         hidden: [sequences, n, hidden] before the first layer.
         turns: the rotary table's rows of the n positions.
         shift: blocks for each projection set.
@@ -74,7 +74,7 @@ def run_shifted(
     run = _Run(config, shift, refinement, hidden, 2 * len(layers))
     for index, layer in enumerate(layers):
         qkv = run.read(index, "qkv", layer.attention_norm)
-        run.write(index, "o", mix_heads(config, layer, qkv, turns, attend_causally))
+        run.write(index, "o", mix_heads(config, layer, qkv, turns, attention_of(layer)))
         gate, up = run.read(index, "gate_up", layer.mlp_norm).chunk(2, -1)
         run.write(index, "down", silu(gate) * up)
     return run.stream[-1]

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from strataflux.client.errors import MisuseError
 from strataflux.client.evaluate.methods.base import KvMethod, Making, MethodSpec
-from strataflux.client.evaluate.methods.held import Appended, attend_newest, seen_by_newest
+from strataflux.client.evaluate.methods.held import Appended
 from strataflux.client.evaluate.methods.ranges import range_group_bytes, round_in_range
+from strataflux.client.runtime.block import attend_newest, seen_by_newest
 from strataflux.client.runtime.models import ModelConfig
 
 __all__ = ["GROUP", "NEWEST", "kivi_bytes", "make_kivi"]

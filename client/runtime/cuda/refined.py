@@ -12,6 +12,7 @@ from torch import Tensor
 from strataflux.client.keeper import Event
 from strataflux.client.kv_options import KvOptions, blocks_for
 from strataflux.client.prepare.prepared import PreparedModel, store_sections
+from strataflux.client.runtime.cache import require_all_seen
 from strataflux.client.runtime.cuda.attention import Attention, HalfCache
 from strataflux.client.runtime.cuda.beside import N_LANES
 from strataflux.client.runtime.cuda.block import DeviceBlock
@@ -94,8 +95,10 @@ class DeviceDecoder:
         :meth:`pin`. ``kv`` says how keys and values are kept; None keeps them in float16.
 
         Raises:
-            MisuseError: heads without a kernel, or a store without records of channels.
+            MisuseError: heads without a kernel, a layer with a window shorter than ``context``, or a store without
+                records of channels.
         """
+        require_all_seen(model.config, context, "--device cuda")
         # fixed after construction
         self._prepared, self._device, self._budget, self._context = prepared, model.device, budget, context
         self._block = DeviceBlock(model.device)

@@ -49,14 +49,14 @@ class TinySource:
         return self.tensor(f"{index}.norm.attention", hidden), self.tensor(f"{index}.norm.of.mlp", hidden)
 
     def layer(self, index: int) -> LayerWeights:
+        parts, window = self.parts(index), self.config.window(index)
         if self.config.qkv_bias:
-            parts = self.parts(index)
             biases = [self.tensor(f"{index}.bias.{part}", parts[part].shape[0]) for part in "qkv"]
-            return fused_layer(self.norms(index), parts, biases=biases)
+            return fused_layer(self.norms(index), parts, biases=biases, window=window)
         if not self.config.head_norms:
-            return fused_layer(self.norms(index), self.parts(index))
+            return fused_layer(self.norms(index), parts, window=window)
         heads = (self.tensor(f"{index}.norm.{name}", self.config.head_dim) for name in ("queries", "keys"))
-        return fused_layer(self.norms(index), self.parts(index), (next(heads), next(heads)))
+        return fused_layer(self.norms(index), parts, (next(heads), next(heads)), window=window)
 
     def tokenizer(self) -> Tokenizer:
         return tokenizer_from_gguf("tiny", self.tokenizer_metadata())

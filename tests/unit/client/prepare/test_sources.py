@@ -208,16 +208,35 @@ def test_hugging_face_folder_of_qwen2_has_biases(tmp_path: Path, tiny_source: An
         open_source(tmp_path / "less").layer(1)
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
 @pytest.mark.parametrize(
-    ("window", "context"), [({"sliding_window": None}, 64), ({"sliding_window": 24}, 24), ({}, 64)]
+    ("name", "told", "windows"),
+    [
+        ("Mistral", {"sliding_window": None}, ()),
+        ("Mistral", {"sliding_window": 24}, (24, 24)),
+        ("Mistral", {"sliding_window": 24, "layer_types": [SLIDING, SLIDING]}, (24, 24)),
+        ("Mistral", {}, (4096, 4096)),
+        ("Ministral", {"sliding_window": 24, "layer_types": [SLIDING, FULL]}, (24, 0)),
+        ("Ministral", {"sliding_window": 24}, (24, 24)),
+        ("Llama", {"sliding_window": 24}, ()),
+        ("Qwen3", {"sliding_window": 24, "use_sliding_window": False}, ()),
+        ("Qwen3", {"sliding_window": 24, "use_sliding_window": True}, ()),
+        ("Qwen3", {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 1}, (0, 24)),
+        ("Qwen3", {"use_sliding_window": True, "layer_types": [SLIDING, FULL]}, (4096, 0)),
+    ],
 )
-def test_mistral_is_a_llama_as_far_as_its_window(
-    tmp_path: Path, tiny_source: Any, window: dict[str, Any], context: int
+def test_windows_are_read_as_transformers_reads_them(
+    tmp_path: Path, tiny_source: Any, name: str, told: dict[str, Any], windows: tuple[int, ...]
 ) -> None:
-    write_hf(tmp_path / "m", tiny_source, hf_tensors(tiny_source), architectures=["MistralForCausalLM"], **window)
+    source = tiny_source.with_config(architecture="qwen3" if name == "Qwen3" else "llama")
+    write_hf(tmp_path / "m", source, hf_tensors(source), architectures=[f"{name}ForCausalLM"], **told)
     read = open_source(tmp_path / "m")
-    assert (read.config.architecture, read.config.context) == ("llama", context)
-    assert_same(read, tiny_source)
+    assert read.config.windows == windows
+    assert read.config.context == source.config.context
+    assert [read.layer(index).window for index in range(2)] == list(windows or (0, 0))
+    assert_same(read, source)
 
 
 def test_bfloat16_is_read_as_float32(tmp_path: Path, tiny_source: Any) -> None:
@@ -299,7 +318,14 @@ def test_gguf_with_biases_is_refused_rather_than_read_without(tmp_path: Path, ti
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer 1 of type 'sliding_attention'"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "layer 1 of type 'full_attention'; expected 'sliding_attention'",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized already"),
     ],
