@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strataflux.client.fsq_blocks import BLOCK_TOKENS, FsqBlocks
-from strataflux.client.runtime.cache import check_truncation
+from strataflux.client.runtime.cache import check_truncation, require_no_windows
 from strataflux.client.runtime.fsq_cache import FsqCache, LatentSum, with_biases
 from strataflux.client.runtime.models import DecoderWeights
 from strataflux.client.weights import RecordSource, SetStatistics
@@ -68,8 +68,9 @@ class TieredFsqCache(FsqCache):
                 is absent.
 
         Raises:
-            MisuseError: there are more or fewer tiers than layers.
+            MisuseError: there are more or fewer tiers than layers, or a layer attends to a window.
         """
+        require_no_windows(weights.config, "codes in two tiers")
         super().__init__(weights, [tier.coarse for tier in tiers], context)
         # fixed after construction
         self.blocks = blocks

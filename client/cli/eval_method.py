@@ -214,8 +214,9 @@ def _token_by_token(command: MethodCommand, found: Evaluated, method: "KvMethod"
     count = len(reference.tokens) - 1
     with decoding_threads(), progress("decoding tokens", count) as advance:
         made = score(decoder.step, reference, advance)
-    expected = method.nbytes(0, count)
-    assert decoder.codes.nbytes == expected, (decoder.codes.nbytes, expected)
+    # What is no code lies in float32 here, and is counted as float16.
+    expected, held = method.nbytes(0, count), decoder.codes.nbytes + decoder.codes.exact_nbytes // 2
+    assert held == expected, (held, expected)
     return made
 
 

@@ -100,8 +100,10 @@ def _divided(
     from strataflux.client.evaluate.methods.base import Making, budget_bytes
     from strataflux.client.evaluate.methods.fsq import InMemory, codes_of
     from strataflux.client.prepare.fsq_tiers import divide_codes
+    from strataflux.client.runtime.cache import require_no_windows
 
     config, device = found.weights.config, found.weights.embedding.device
+    require_no_windows(config, "--refine-kv")
     given = given_text(command, found.tokenizer, rest).to(device)
     if found.codes is None:
         print_note(f"{command.model} has no codes of {fine}: converted here; `strataflux prepare --fsq` keeps them")

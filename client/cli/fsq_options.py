@@ -110,6 +110,12 @@ def report_codes(output: Output, prepared: "PreparedModel", source: "ModelSource
     from strataflux.client.prepare.fsq_file import load_codes, read_about, weights_digest
 
     told: dict[str, object] = {}
+    config = prepared.config
+    if prepared.codes and config.sliding:
+        output.print(
+            f"fsq: {len(config.sliding)} of {config.layers} layers attend to the newest "
+            f"{_range([config.window(at) for at in config.sliding])} positions and stay as they are, without a code"
+        )
     for name, path in prepared.codes.items():
         over = source if read_about(path).weights == "original" else prepared
         codes = load_codes(path, prepared.config, weights_digest(over))
@@ -121,6 +127,11 @@ def report_codes(output: Output, prepared: "PreparedModel", source: "ModelSource
             )
         told[name] = _facts(codes)
     return told
+
+
+def _range(numbers: list[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
 def _spoken(name: str, codes: "FsqCodes") -> str:

@@ -9,13 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from strataflux.client.prepare.fsq import project_fsq
-from strataflux.client.runtime.block import Attend, attend_causally, norm_heads, run_block
+from strataflux.client.runtime.block import Attend, attend_causally, multiply, norm_heads, run_block
 from strataflux.client.runtime.models import DecoderWeights, LayerWeights, ModelConfig
 from strataflux.client.runtime.rope import rotary_table, rotate
 from strataflux.kernels.fsq import FsqLayer
@@ -40,19 +41,27 @@ class FsqTiers:
 
 @torch.inference_mode()
 def fsq_logits(weights: DecoderWeights, codes: Sequence[FsqLayer | FsqTiers], tokens: Sequence[int]) -> Tensor:
-    """Logits [n, vocabulary] float32 after each of ``tokens`` [n]; ``codes`` has one for each layer."""
+    """Logits [n, vocabulary] float32 after each of ``tokens`` [n]; ``codes`` has one for each layer that attends to all
+    positions.
+    """
     config, device = weights.config, weights.embedding.device
     cosine, sine = rotary_table(config, len(tokens))
     turns = cosine.to(device), sine.to(device)
     hidden = weights.embedding[torch.tensor(tokens, device=device)][None]
-    for layer, code in zip(weights.layers, codes, strict=True):
+    for layer, code in zip(weights.layers, config.by_layer(codes), strict=True):
         hidden = _run_layer(config, layer, code, hidden, turns)
     return linear(rms_norm(hidden[0], (config.hidden,), weights.norm, config.norm_epsilon), weights.head)
 
 
 def _run_layer(
-    config: ModelConfig, layer: LayerWeights, code: FsqLayer | FsqTiers, hidden: Tensor, turns: tuple[Tensor, Tensor]
+    config: ModelConfig,
+    layer: LayerWeights,
+    code: FsqLayer | FsqTiers | None,
+    hidden: Tensor,
+    turns: tuple[Tensor, Tensor],
 ) -> Tensor:
+    if code is None:
+        return run_block(config, layer, hidden, turns, partial(multiply, layer))
     if isinstance(code, FsqLayer):
         return run_block(config, layer, hidden, turns, project_fsq(config, layer, code))
     x = rms_norm(hidden, (config.hidden,), layer.attention_norm, config.norm_epsilon)

@@ -18,7 +18,8 @@ weight a rotary pair, of mean squared queries times
 Widths of coordinates are equal, or given out by how much divergence a bit removes (``mixed``): directions differ in
 variance by orders of magnitude, so equal ones are far from the best.
 
-Layers are converted one after the other. ``sequential`` feeds each with what the converted layers before it make of the
+Layers that attend to a window of positions stay as they are: a cache bounds what they keep already. The others are
+converted one after the other. ``sequential`` feeds each with what the converted layers before it make of the
 text, and regresses on the keys and values of the unconverted model.
 """
 
@@ -33,7 +34,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from strataflux.client.errors import InputError
-from strataflux.client.runtime.block import multiply, norm_heads, run_block
+from strataflux.client.runtime.block import Project, multiply, norm_heads, run_block
 from strataflux.client.runtime.models import LayerWeights, ModelConfig, WeightSource
 from strataflux.client.runtime.rope import rotary_table
 from strataflux.kernels.fsq import Bound, FsqGrid, FsqLayer, bits_of_levels
@@ -48,6 +49,7 @@ __all__ = [
     "give_out_bits",
     "project_fsq",
     "regress_decoder",
+    "require_coded_layers",
     "run_converted",
     "uniform_width",
 ]
@@ -116,7 +118,7 @@ def convert(
     advance: Callable[[int, Conversion], object] = lambda _, __: None,
     kept: Callable[[int], Conversion | None] = lambda _: None,
 ) -> list[Conversion]:
-    """Convert every layer of a model, one layer in memory at a time.
+    """Convert every layer of a model that attends to all positions, one layer in memory at a time.
 
     Args:
         source: the model; its other weights stay as they are.
@@ -126,10 +128,14 @@ def convert(
         advance: told of each layer as it is done.
         kept: what an earlier run made of a layer, or None; that is not made again.
 
+    Returns:
+        One for each of :attr:`~strataflux.client.runtime.models.ModelConfig.whole`.
+
     Raises:
-        InputError: there are fewer tokens than the decoder's regression needs.
+        InputError: no layer attends to all positions, or there are fewer tokens than the decoder's regression needs.
     """
     config = source.config
+    require_coded_layers(config)
     _require_tokens(config, tokens, settings)
     exact = source.embedding()[tokens].to(device)
     fed = exact
@@ -138,15 +144,29 @@ def convert(
     made = []
     for index in range(config.layers):
         layer = source.layer(index).to(device)
-        done = kept(index) or convert_layer(config, layer, exact, fed, settings)
-        made.append(done)
-        advance(index, done)
-        exact = run_converted(config, layer, exact, turns, partial(multiply, layer))
-        if settings.sequential:
-            fed = run_converted(config, layer, fed, turns, project_fsq(config, layer, done.layer))
-        else:
-            fed = exact
+        project: Project = partial(multiply, layer)
+        through = project
+        if not layer.window:
+            done = kept(index) or convert_layer(config, layer, exact, fed, settings)
+            made.append(done)
+            advance(index, done)
+            through = project_fsq(config, layer, done.layer)
+        apart = settings.sequential and bool(made)
+        after = run_converted(config, layer, exact, turns, project)
+        fed = run_converted(config, layer, fed, turns, through) if apart else after
+        exact = after
     return made
+
+
+def require_coded_layers(config: ModelConfig) -> None:
+    """Refuse a model of which no layer would get a code.
+
+    Raises:
+        InputError: all its layers attend to windows of positions.
+    """
+    if not config.whole:
+        found = f"{config.layers} layers with windows of at most {max(config.windows)} positions"
+        raise InputError("--fsq", found, "a layer that attends to all positions", "leave it away: windows are bounded")
 
 
 def _require_tokens(config: ModelConfig, tokens: Tensor, settings: FsqSettings) -> None:

@@ -8,8 +8,8 @@
 | `layers.I.decoder`      | [keys and values, width] float16                               |
 | `layers.I.decoder_bias` | [keys and values] float32                                      |
 
-The header has one entry of metadata, ``fsq``: :class:`FsqAbout` as JSON. Codes belong to the weights they were made of,
-which are told by a digest; over others they are refused.
+Layers that attend to a window of positions have none. The header has one entry of metadata, ``fsq``: :class:`FsqAbout`
+as JSON. Codes belong to the weights they were made of, which are told by a digest; over others they are refused.
 """
 
 import json
@@ -53,7 +53,7 @@ class FsqAbout:
     rank: int = 0
     """Directions that the keys and values of the poorest layer have; coordinates beyond repeat some."""
     key_errors: tuple[float, ...] = ()
-    """Of the closed form, a layer each, relative and about the mean; on the text that it was fitted to."""
+    """Of the closed form, a coded layer each, relative and about the mean; on the text that it was fitted to."""
     value_errors: tuple[float, ...] = ()
     tuned_seconds: float = 0.0
     """Of training after the closed form."""
@@ -63,7 +63,7 @@ class FsqAbout:
 
 @dataclass(frozen=True)
 class FsqCodes:
-    """Codes as loaded: one a layer, and what they were made from."""
+    """Codes as loaded: one for each layer that attends to all positions, and what they were made from."""
 
     about: FsqAbout
     layers: tuple[FsqLayer, ...]
@@ -92,6 +92,8 @@ def weights_digest(source: WeightSource) -> str:
     digest.add("norm", source.norm())
     if not source.config.tied_head:
         digest.add("head", source.head())
+    if source.config.windows:
+        digest.add("windows", torch.tensor(source.config.windows, dtype=torch.float32))
     for index in range(source.config.layers):
         layer = source.layer(index)
         own = {"attention_norm": layer.attention_norm, "mlp_norm": layer.mlp_norm, "query_norm": layer.query_norm}
@@ -103,12 +105,19 @@ def weights_digest(source: WeightSource) -> str:
     return digest.hexdigest()
 
 
-def save_codes(path: Path, layers: Sequence[FsqLayer], about: FsqAbout) -> None:
-    """Write ``layers``, one for each of the model's, to ``path``; it is there whole or not at all."""
-    held = [_tensors(layer) for layer in layers]
+def save_codes(path: Path, layers: Sequence[FsqLayer], about: FsqAbout, places: Sequence[int] | None = None) -> None:
+    """Write ``layers`` to ``path``; it is there whole or not at all.
+
+    Args:
+        path: of the file.
+        layers: one for each of the model's that attends to all positions.
+        about: what the header says.
+        places: which of the model's layers these are; None: all.
+    """
+    held = dict(zip(range(len(layers)) if places is None else places, map(_tensors, layers), strict=True))
     shapes: dict[str, TensorShape] = {
         f"layers.{index}.{name}": (tensor.dtype, tuple(tensor.shape))
-        for index, tensors in enumerate(held)
+        for index, tensors in held.items()
         for name, tensor in tensors.items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +125,7 @@ def save_codes(path: Path, layers: Sequence[FsqLayer], about: FsqAbout) -> None:
     partial.unlink(missing_ok=True)
     header = {_ENTRY: json.dumps({"format": _FORMAT, **asdict(about)}, sort_keys=True)}
     with TensorFileWriter(partial, shapes, header) as file:
-        for index, tensors in enumerate(held):
+        for index, tensors in held.items():
             for name, tensor in tensors.items():
                 file.write(f"layers.{index}.{name}", tensor)
     partial.replace(path)
@@ -165,9 +174,9 @@ def load_codes(path: Path, config: ModelConfig, weights_sha256: str) -> FsqCodes
         raise InputError(path, found, f"weights {weights_sha256[:12]}…, the model's", _REMEDY)
     try:
         with safe_open(path, framework="pt") as opened:
-            if len(opened.keys()) != (1 + len(_PARTS)) * config.layers:
-                raise InputError(path, f"{len(opened.keys())} tensors", f"{config.layers} layers of five", _REMEDY)
-            layers = tuple(_read_layer(path, opened, index, config, about) for index in range(config.layers))
+            if len(opened.keys()) != (1 + len(_PARTS)) * len(config.whole):
+                raise InputError(path, f"{len(opened.keys())} tensors", f"{len(config.whole)} layers of five", _REMEDY)
+            layers = tuple(_read_layer(path, opened, index, config, about) for index in config.whole)
     except SafetensorError as error:
         raise InputError(path, str(error), "a whole file of codes", _REMEDY) from error
     return FsqCodes(about, layers)

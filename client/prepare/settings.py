@@ -12,6 +12,7 @@ from strataflux.client.prepare.bases.lnq import LnqSettings
 from strataflux.client.prepare.bases.rtn import RtnSettings
 from strataflux.client.prepare.bases.sqllm import SqllmSettings
 from strataflux.client.prepare.fit import MULTIPLIERS
+from strataflux.client.prepare.fsq import require_coded_layers
 from strataflux.client.prepare.fsq_request import FsqRequest
 from strataflux.client.runtime.models import SETS, ModelConfig
 from strataflux.client.schemes import STORED_SETS, Scheme, budgets_by_set, stored_budgets
@@ -161,11 +162,14 @@ def default_ladder(k: int) -> tuple[int, ...]:
 
 
 def check_inputs(config: ModelConfig, settings: PrepareSettings) -> None:
-    """Refuse a model whose matrices do not divide as the base needs, before the first byte is written.
+    """Refuse a model that cannot be prepared so, before the first byte is written.
 
     Raises:
-        MisuseError: naming the projection set.
+        MisuseError: matrices do not divide as the base needs; naming the projection set.
+        InputError: codes are wanted of layers that all attend to windows.
     """
+    if settings.codes:
+        require_coded_layers(config)
     if config.hidden % 2 and settings.mlp != "channels":
         raise MisuseError("--mlp", f"{settings.mlp} of {config.hidden} channels", "an even number", "use channels")
     for name in SETS:

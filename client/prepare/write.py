@@ -32,7 +32,7 @@ __all__ = ["fit_layout", "prepare", "prepare_steps"]
 
 def prepare_steps(config: ModelConfig, settings: PrepareSettings) -> int:
     """How often :func:`prepare` calls ``advance``."""
-    written = 2 * config.layers + FsqStage.steps(config.layers, settings)
+    written = 2 * config.layers + FsqStage.steps(len(config.whole), settings)
     if settings.streams_once:
         return written
     return QuantizeStage.steps(config.layers, settings) + config.layers + written

@@ -1,7 +1,8 @@
 """Packed codes in the place of keys and values: all that a decoder keeps of past positions.
 
-A position is one code a layer, ``tokens · Σ_layers B`` bytes in one allocation and nothing beside. Keys are built anew
-at every step, since norm and rotation come after the code's decoder; values never are: with attention weights a_i
+A position is one code a layer, ``tokens · Σ_layers B`` bytes in one allocation and nothing beside. Layers that attend
+to a window of positions have no code and count for nothing there: what they attend to is kept as it is. Keys are built
+anew at every step, since norm and rotation come after the code's decoder; values never are: with attention weights a_i
 
     o_j = D_V Σ_i a_i c_i + b_V                      (the paper's equation 6: the weights sum to one)
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from strataflux.client.errors import MisuseError
-from strataflux.client.runtime.cache import check_truncation
+from strataflux.client.runtime.cache import ExactLayer, check_truncation
 from strataflux.client.runtime.models import DecoderWeights, LayerWeights
 from strataflux.client.runtime.rope import rotary_table, rotate
 from strataflux.kernels.fsq import FsqLayer
@@ -35,7 +36,7 @@ class CodeBuffer:
     """Packed codes of one sequence: for each layer [context, bytes of its code], all in one allocation."""
 
     def __init__(self, sizes: Sequence[int], context: int) -> None:
-        """Room for ``context`` positions of ``sizes`` bytes each, a layer's each."""
+        """Room for ``context`` positions of ``sizes`` bytes each, a layer's each; 0 for one without a code."""
         self.whole = torch.zeros(context * sum(sizes), dtype=torch.uint8)
         """[context · Σ sizes] uint8, layer after layer."""
         parts = self.whole.split([context * size for size in sizes])  # type: ignore[no-untyped-call]
@@ -86,36 +87,46 @@ class FsqCache:
 
         Args:
             weights: the model's; of its layers norms and biases of keys are used.
-            codes: one for each layer, made over these weights.
+            codes: one for each layer that attends to all positions, made over these weights.
             context: positions.
 
         Raises:
-            MisuseError: there are more or fewer codes than layers.
+            MisuseError: there are more or fewer codes than such layers.
         """
         config = weights.config
-        if len(codes) != config.layers:
-            raise MisuseError("codes", f"{len(codes)} layers", f"{config.layers}, the model's", "load its own codes")
+        if len(codes) != len(config.whole):
+            expected = f"{len(config.whole)}, the model's that attend to all positions"
+            raise MisuseError("codes", f"{len(codes)} layers", expected, "load its own codes")
+        placed = config.by_layer(codes)
         # fixed after construction
         self.context = context
         self._config = config
         self._layers = weights.layers
-        self._codes = [with_biases(code, layer) for code, layer in zip(codes, weights.layers, strict=True)]
+        self._codes = {at: with_biases(code, weights.layers[at]) for at, code in enumerate(placed) if code is not None}
         self._cosine, self._sine = rotary_table(config, context)
         # changed by steps and fills
-        self.buffer = CodeBuffer([code.grid.nbytes for code in codes], context)
+        self.exact = {layer: ExactLayer(config, context, config.window(layer)) for layer in config.sliding}
+        """Keys and values of layers that have no code."""
+        self.buffer = CodeBuffer([0 if code is None else code.grid.nbytes for code in placed], context)
         assert self.buffer.nbytes == context * sum(code.grid.nbytes for code in codes)
         self.length = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the positions so far take."""
-        return self.length * sum(code.grid.nbytes for code in self._codes)
+        """Bytes that the codes of the positions so far take."""
+        return self.length * sum(code.grid.nbytes for code in self._codes.values())
+
+    @property
+    def exact_nbytes(self) -> int:
+        """Bytes that keys and values of the positions so far take in layers without a code."""
+        a_position = 2 * self._config.kv_heads * self._config.head_dim * torch.float32.itemsize
+        return sum(min(self.length, layer.rows) for layer in self.exact.values()) * a_position
 
     def begin_step(self) -> None:
         """Nothing to do."""
 
     def take(self, layer: int, x: Tensor) -> None:
-        """Encode inputs ``x`` [n, hidden] of the layer's projections, at positions from ``length`` on."""
+        """Encode inputs ``x`` [n, hidden] of a coded layer's projections, at positions from ``length`` on."""
         grid, now = self._codes[layer].grid, self.length
         self.buffer.layers[layer][now : now + x.shape[0]] = grid.pack(self._codes[layer].encode(x))
 
@@ -123,7 +134,9 @@ class FsqCache:
         """Mixed values [heads · head_dim] of ``queries`` [heads, head_dim], turned by position, over all positions so
         far and the one that was taken last.
         """
-        del keys, values  # what the codes say is what later steps will see
+        if layer in self.exact:
+            return self.exact[layer].attend(self.length, queries, keys, values)
+        # What the codes say is what later steps will see, not ``keys`` and ``values``.
         found = self.accumulate(layer, queries, 0, min(_TILE, self.length + 1))
         for start in range(_TILE, self.length + 1, _TILE):
             found = found.merged(self.accumulate(layer, queries, start, min(start + _TILE, self.length + 1)))
@@ -153,15 +166,19 @@ class FsqCache:
         self.length += 1
 
     def fill(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Nothing to do: codes were taken."""
+        """Keep them where there is no code; codes were taken."""
+        if layer in self.exact:
+            self.exact[layer].fill(0, keys, values)
 
     def end_fill(self, count: int) -> None:
         """All layers took codes of positions up to ``count``."""
         self.length = count
 
     def truncate(self, length: int) -> None:
-        """As :class:`~strataflux.client.runtime.cache.KvCache`; any position."""
+        """As :class:`~strataflux.client.runtime.cache.ExactCache`."""
         check_truncation(length, self.length)
+        for layer in self.exact.values():
+            layer.truncate(length)
         self.length = length
 
     def _centres(self, layer: int, start: int, stop: int) -> Tensor:

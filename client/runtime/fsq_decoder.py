@@ -5,10 +5,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import linear, rms_norm
 
 from strataflux.client.errors import MisuseError
-from strataflux.client.runtime.block import attend_causally, run_block
+from strataflux.client.runtime.block import attend_newest, run_block
 from strataflux.client.runtime.decoder import ContextFull, Decoder, Refiner
 from strataflux.client.runtime.fsq_cache import FsqCache
 from strataflux.client.runtime.models import DecoderWeights
@@ -32,7 +32,7 @@ class FsqDecoder(Decoder):
 
         Args:
             weights: the model's.
-            codes: one for each layer, made over these weights; or a cache of such.
+            codes: one for each layer that attends to all positions, made over these weights; or a cache of such.
             context: positions of the cache, where it is made here.
             refiner: of the projections; of keys and values there is nothing to refine.
             shift: blocks of fetch lead or lag of each projection set; by default none of any.
@@ -79,7 +79,7 @@ class FsqDecoder(Decoder):
 
     def _project_chunk(self, layer: int, name: str, x: Tensor) -> Tensor:
         matrix = self.weights.layers[layer].projections[name]
-        if name != "qkv":
+        if name != "qkv" or layer in self.codes.exact:
             return linear(x, matrix)
         self.codes.take(layer, x[0])
         # Attention gets keys and values from the codes; their rows hold its place here.
@@ -87,16 +87,12 @@ class FsqDecoder(Decoder):
         return torch.cat((linear(x, matrix[:queries]), x.new_zeros(*x.shape[:2], matrix.shape[0] - queries)), -1)
 
     def _attend_chunk(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        start, count = self.position, queries.shape[2]
-        keys, values = (part[None] for part in self.codes.rebuild(layer, 0, start + count))
-        if start == 0:
-            return attend_causally(queries, keys, values)
-        positions = torch.arange(start + count)
-        seen = positions <= positions[start:, None]
-        mixed: Tensor = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, enable_gqa=True)
-        return mixed
+        if layer in self.codes.exact:
+            return self.codes.exact[layer].extend(self.position, queries, keys, values)
+        keys, values = self.codes.rebuild(layer, 0, self.position + queries.shape[2])
+        return attend_newest(queries, keys[None], values[None])
 
     def _project(self, layer: int, set_index: int, x: Tensor) -> Tensor:
-        if set_index == 0:
+        if set_index == 0 and layer not in self.codes.exact:
             self.codes.take(layer, x[None])
         return super()._project(layer, set_index, x)

@@ -79,6 +79,7 @@ class _LoadedModel:
             query_norm=query_norm,
             key_norm=key_norm,
             qkv_bias=torch.cat([_exact(part.bias) for part in parts]) if self.config.qkv_bias else None,
+            window=self.config.window(index),
         )
 
 

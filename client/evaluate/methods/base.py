@@ -103,7 +103,9 @@ class Making:
     given: Tensor | None = None
     """[sequences, n] int64 of text to fit on; methods that need none do not look at it."""
     codes: Sequence[FsqLayer] | None = None
-    """Codes that exist already, a layer each; None converts the model by what ``given`` shows."""
+    """Codes that exist already, one for each layer that attends to all positions; None converts the model by what
+    ``given`` shows.
+    """
     on_layer: Callable[[], object] = lambda: None
     """Called for each layer that was fitted."""
 

@@ -1,12 +1,18 @@
-"""Finite-scalar-quantized codes as a method: bits given out by direction, ``⌈Σ bits / 8⌉`` bytes a token and layer."""
+"""Finite-scalar-quantized codes as a method: bits given out by direction, ``⌈Σ bits / 8⌉`` bytes a token and layer.
+
+Layers that attend to a window of positions stay as they are, and are counted as float16 of what is in their windows.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
+from torch.nn.functional import linear
 
 from strataflux.client.errors import MisuseError
-from strataflux.client.evaluate.methods.base import KvMethod, Making, MethodSpec, Rebuild, budget_bytes
+from strataflux.client.evaluate.methods.base import KvMethod, Making, MethodSpec, Rebuild, budget_bytes, full_bytes
+from strataflux.client.evaluate.methods.fitting import kv_rows
 from strataflux.client.evaluate.methods.held import Appended
 from strataflux.client.prepare.fsq import Conversion, FsqSettings, convert
 from strataflux.client.runtime.models import DecoderWeights, LayerWeights, ModelConfig
@@ -52,9 +58,9 @@ def codes_of(spec: MethodSpec, making: Making, nbytes: int) -> Sequence[FsqLayer
     """
     if making.codes is not None:
         sizes = {code.grid.nbytes for code in making.codes}
-        if len(making.codes) != making.config.layers or max(sizes) > nbytes:
+        if len(making.codes) != len(making.config.whole) or max(sizes) > nbytes:
             found = f"{len(making.codes)} codes of {sorted(sizes)} bytes"
-            expected = f"{making.config.layers} of at most {nbytes}"
+            expected = f"{len(making.config.whole)} of at most {nbytes}"
             raise MisuseError(str(spec), found, expected, "name the ratio that they were made for")
         return making.codes
 
@@ -67,24 +73,29 @@ def codes_of(spec: MethodSpec, making: Making, nbytes: int) -> Sequence[FsqLayer
     return [one.layer for one in made]
 
 
-def rebuild_from(codes: Sequence[FsqLayer]) -> list[Rebuild]:
-    """Keys and values by way of ``codes``."""
+def rebuild_from(making: Making, codes: Sequence[FsqLayer]) -> list[Rebuild]:
+    """Keys and values by way of ``codes``, or the model's own in layers without one."""
 
-    def through(code: FsqLayer) -> Rebuild:
+    def through(index: int, code: FsqLayer | None) -> Rebuild:
+        if code is None:
+            return partial(linear, weight=kv_rows(making, index))
         return lambda x: code.decode(code.encode(x))
 
-    return [through(code) for code in codes]
+    return [through(index, code) for index, code in enumerate(making.config.by_layer(codes))]
 
 
 def make_fsq(spec: MethodSpec, making: Making) -> KvMethod:
     """``fsq:16x``."""
-    codes = codes_of(spec, making, budget_bytes(making.config, spec))
+    config = making.config
+    codes = codes_of(spec, making, budget_bytes(config, spec))
+    facts: dict[str, object] = {"width": [code.grid.width for code in codes]}
+    if config.sliding:
+        facts["kept"] = {"layers": list(config.sliding), "windows": [config.window(at) for at in config.sliding]}
     size = sum(code.grid.nbytes for code in codes)
-    facts = {"width": [code.grid.width for code in codes]}
-    return KvMethod(
-        str(spec),
-        lambda _: Appended(),
-        lambda prompt, further: size * (prompt + further),
-        rebuild_from(codes),
-        facts=facts,
-    )
+
+    def nbytes(prompt: int, further: int) -> int:
+        tokens = prompt + further
+        return size * tokens + full_bytes(config) * sum(min(tokens, config.window(at)) for at in config.sliding)
+
+    hold = lambda index: Appended(config.window(index))  # noqa: E731
+    return KvMethod(str(spec), hold, nbytes, rebuild_from(making, codes), facts=facts)

@@ -23,7 +23,8 @@ from torch.nn.functional import max_pool1d
 from strataflux.client.errors import MisuseError
 from strataflux.client.evaluate.methods.base import KvMethod, Making, MethodSpec, budget_bytes, full_bytes
 from strataflux.client.evaluate.methods.fsq import codes_of, rebuild_from
-from strataflux.client.evaluate.methods.held import Appended, attend_newest
+from strataflux.client.evaluate.methods.held import Appended
+from strataflux.client.runtime.block import attend_newest
 from strataflux.client.runtime.models import ModelConfig
 
 __all__ = [
@@ -162,7 +163,7 @@ def make_fsq_pyramid(spec: MethodSpec, making: Making) -> KvMethod:
     if len(set(sizes)) > 1:
         raise MisuseError(str(spec), f"codes of {sorted(set(sizes))} bytes", "one size in all layers", "convert so")
     plan = PyramidPlan(config.layers, _target(config, spec), sizes[0], window=spec.number or WINDOW)
-    return replace(_layers_of(plan, str(spec), shared=True), rebuild=rebuild_from(codes))
+    return replace(_layers_of(plan, str(spec), shared=True), rebuild=rebuild_from(making, codes))
 
 
 def _target(config: ModelConfig, spec: MethodSpec) -> Fraction:

@@ -29,16 +29,23 @@ class Method:
     about: str
     allowed: tuple[int, ...] = ()
     """Numbers it can do; beside a ratio they may be left out."""
+    windows: bool = False
+    """Whether it leaves layers as they are that attend to a window of positions."""
 
 
 def _make_exact(spec: MethodSpec, making: Making) -> KvMethod:
-    size = making.config.layers * full_bytes(making.config)
-    return KvMethod(str(spec), lambda _: Appended(), lambda prompt, further: size * (prompt + further))
+    config, size = making.config, full_bytes(making.config)
+
+    def nbytes(prompt: int, further: int) -> int:
+        tokens = prompt + further
+        return size * sum(min(tokens, config.window(at) or tokens) for at in range(config.layers))
+
+    return KvMethod(str(spec), lambda index: Appended(config.window(index)), nbytes)
 
 
 METHODS: Mapping[str, Method] = {
-    "exact": Method("none", False, _make_exact, "every key and value; counted as float16"),
-    "fsq": Method("ratio", True, make_fsq, "a finite-scalar-quantized code, bits given out by direction"),
+    "exact": Method("none", False, _make_exact, "every key and value; counted as float16", windows=True),
+    "fsq": Method("ratio", True, make_fsq, "a finite-scalar-quantized code, bits given out by direction", windows=True),
     "fsq+pyramid": Method(
         "ratio", True, make_fsq_pyramid, "such a code of half the ratio, and head-shared eviction", WINDOWS
     ),
@@ -77,7 +84,13 @@ def make_method(spec: MethodSpec, making: Making) -> KvMethod:
     """Make the method that ``spec`` names for a model.
 
     Raises:
-        MisuseError: as :func:`check_method`, or it needs text to fit on and has none.
+        MisuseError: as :func:`check_method`, or it needs text to fit on and has none, or the model has layers with
+            windows and the method no place for such.
         InputError: there is too little text.
     """
-    return check_method(spec).make(spec, making)
+    method, sliding = check_method(spec), making.config.sliding
+    if sliding and not method.windows:
+        found = f"{len(sliding)} of {making.config.layers} layers that attend to a window of positions"
+        able = ", ".join(name for name, other in METHODS.items() if other.windows)
+        raise MisuseError(str(spec), found, "attention to all positions in every layer", f"choose {able}")
+    return method.make(spec, making)

@@ -13,6 +13,7 @@ from strataflux.client.prepare.fsq_file import load_codes, weights_digest
 from strataflux.client.prepare.prepared import open_prepared
 from strataflux.client.prepare.source import open_source
 from tests.unit.client.cli.conftest import Run
+from tests.unit.client.prepare.test_sources import hf_tensors, write_hf
 
 
 @pytest.fixture
@@ -120,3 +121,46 @@ def test_refusals(options: tuple[str, ...], named: str, tmp_path: Path, tiny_ggu
     assert said.code == 2
     assert named in said.err
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_with_windows_stay_as_they_are(tmp_path: Path, tiny_source: Any, prose: Path, run: Run) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    window: dict[str, Any] = {"sliding_window": 24, "use_sliding_window": True, "layer_types": kinds}
+    source = tiny_source.with_config(architecture="qwen3")
+    write_hf(tmp_path / "qwen", source, hf_tensors(source), **window)
+    said = run(*words(tmp_path / "qwen", tmp_path / "out", prose, "--fsq", "8x"))
+    assert said.code == 0, said.err
+    assert "1 of 2 layers attend to the newest 24 positions and stay as they are" in said.err
+    assert len(said.json()["codes"]["8x"]["key_errors"]) == 1
+    assert open_prepared(tmp_path / "out").config.windows == (24, 0)
+    found = {}
+    evaluated = ("--context", 64, "--windows", 1, "--calibration-tokens", 2048, "--json")
+    for mode in ((), ("--sequential",)):
+        said = run("eval", tmp_path / "out", "--text", prose, "--kv", "fsq:8x", *evaluated, *mode)
+        assert said.code == 0, said.err
+        found[mode] = said.json()["kv"]
+        assert found[mode]["bytes"] == 63 * 16 + 24 * 128
+        assert found[mode]["facts"]["kept"] == {"layers": [0], "windows": [24]}
+    assert found["--sequential",]["kl"] == pytest.approx(found[()]["kl"], rel=0.02)
+    said = run("eval", tmp_path / "out", "--text", prose, "--kv", "palu:8x", *evaluated)
+    assert said.code == 2
+    assert "1 of 2 layers that attend to a window" in said.err
+    said = run("eval", tmp_path / "out", "--text", prose, "--kv", "fsq:16x", "--refine-kv", "fsq:8x", *evaluated)
+    assert said.code == 2
+    assert said.json()["error"]["subject"] == "--refine-kv"
+    assert "1 of 2 layers that attend to a window" in said.err
+
+
+def test_a_model_of_windows_only_has_nothing_to_code(tmp_path: Path, tiny_source: Any, prose: Path, run: Run) -> None:
+    write_hf(
+        tmp_path / "m", tiny_source, hf_tensors(tiny_source), architectures=["MistralForCausalLM"], sliding_window=24
+    )
+    said = run(*words(tmp_path / "m", tmp_path / "out", prose, "--fsq", "8x"))
+    assert said.code == 2
+    assert "2 layers with windows of at most 24 positions" in said.err
+    assert not (tmp_path / "out").exists()
+    said = run(*words(tmp_path / "m", tmp_path / "out", prose))
+    assert said.code == 0, said.err
+    said = run("eval", tmp_path / "out", "--text", prose, "--kv", "2/2", "--context", 512, "--windows", 1)
+    assert said.code == 2
+    assert "layer 0, which attends to 24 positions" in said.err
