@@ -15,9 +15,11 @@ is one file, written by rename every minute: an interrupted run goes on from it.
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,12 +27,14 @@ from torch import Tensor, nn
 
 from strataflux.client.prepare.fsq_tune_code import TrainedCode
 from strataflux.client.prepare.fsq_tune_loss import head_divergence
-from strataflux.client.prepare.fsq_tune_model import FrozenModel
+from strataflux.client.prepare.fsq_tune_model import FrozenModel, Replaced
 from strataflux.client.prepare.fsq_tune_text import Lesson
 from strataflux.client.runtime.models import DecoderWeights
 from strataflux.kernels.fsq import FsqLayer
 
-__all__ = ["FsqTuning", "TuneSettings"]
+__all__ = ["FsqTuning", "TuneSettings", "Tuning"]
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -58,26 +62,25 @@ class TuneSettings:
         return self.rate * (0.05 + 0.95 * (1 + math.cos(math.pi * (along - 0.05) / 0.95)) / 2)
 
 
-class FsqTuning:
+class Tuning(ABC, Generic[Made]):
     """One run. ``run`` may be interrupted at any time; a new object with the same arguments goes on."""
 
     def __init__(
         self,
         weights: DecoderWeights,
-        codes: Sequence[FsqLayer],
+        parts: Iterable[nn.Module],
         settings: TuneSettings,
         state: Path | None = None,
         held_out: Sequence[Tensor] = (),
     ) -> None:
-        """Train ``codes``, one for each layer of ``weights``, on their device.
+        """Train ``parts``, one for each layer of ``weights``, on their device.
 
         Args:
             weights: the model, all of it frozen.
-            codes: where to begin.
+            parts: where to begin; each has a method ``result``.
             settings: how long and how fast.
             state: the file that keeps the run's state; None keeps none.
-            held_out: batches of tokens [sequences, n] that are not trained on (:func:`hold_out`); what does best on
-                them is the result.
+            held_out: batches of tokens [sequences, n] that are not trained on; what does best on them is the result.
         """
         # fixed after construction
         self._model = FrozenModel(weights)
@@ -85,18 +88,18 @@ class FsqTuning:
         self._state = state
         self._held_out = [Lesson(tokens, self.teach(tokens)) for tokens in held_out]
         # changed by training
-        self._codes = nn.ModuleList(TrainedCode(code) for code in codes)
+        self._parts = nn.ModuleList(parts)
         self._optimizer = torch.optim.AdamW(
-            self._codes.parameters(), settings.rate, betas=(0.9, 0.95), weight_decay=settings.decay
+            self._parts.parameters(), settings.rate, betas=(0.9, 0.95), weight_decay=settings.decay
         )
         self._best: dict[str, Tensor] = {}
         self.step = 0
         self.seconds = 0.0
         """Spent in training, checks included."""
         self.held_out_loss = math.inf
-        """The least divergence that a check saw, in nats a token."""
+        """The least loss that a check saw, in nats a token."""
         self.held_out_before = math.inf
-        """What the first check saw, of the untrained codes."""
+        """What the first check saw, before training."""
         if state is not None and state.exists():
             self._load(state)
 
@@ -111,7 +114,7 @@ class FsqTuning:
         return self._model.states(tokens)
 
     def run(self, lessons: Iterable[Lesson], progress: Callable[[int, float], object] = lambda _, __: None) -> None:
-        """Train on ``lessons`` until all is done; ``progress`` is told of each step and its divergence in nats."""
+        """Train on ``lessons`` until all is done; ``progress`` is told of each step and its loss in nats a token."""
         last, settings, saved = time.monotonic(), self._settings, self.seconds
         if self.step == 0:
             self._check()
@@ -132,46 +135,47 @@ class FsqTuning:
         if self._state is not None:
             self._save(self._state)
 
-    def result(self) -> list[FsqLayer]:
+    def result(self) -> list[Made]:
         """The layers as trained so far; with held-out text the best of them."""
-        now = {name: tensor.detach().clone() for name, tensor in self._codes.state_dict().items()}
-        self._codes.load_state_dict(self._best or now)
-        found = [code.result() for code in self._codes]  # type: ignore[operator]
-        self._codes.load_state_dict(now)
+        now = {name: tensor.detach().clone() for name, tensor in self._parts.state_dict().items()}
+        self._parts.load_state_dict(self._best or now)
+        found: list[Made] = [part.result() for part in self._parts]  # type: ignore[operator]
+        self._parts.load_state_dict(now)
         return found
 
     @torch.no_grad()
     def _check(self) -> None:
         if not self._held_out:
             return
-        loss = sum(self._loss(lesson).item() for lesson in self._held_out) / len(self._held_out)
+        loss = sum(self._loss(lesson, None).item() for lesson in self._held_out) / len(self._held_out)
         if loss < self.held_out_loss:
             self.held_out_loss = loss
-            self._best = {name: tensor.detach().clone() for name, tensor in self._codes.state_dict().items()}
+            self._best = {name: tensor.detach().clone() for name, tensor in self._parts.state_dict().items()}
 
     def _train(self, lesson: Lesson) -> float:
         settings = self._settings
         along = max((self.step + 1) / settings.steps, self.seconds / settings.seconds)
         for group in self._optimizer.param_groups:
             group["lr"] = settings.rate_at(min(1.0, along))
-        loss = self._loss(lesson)
+        loss = self._loss(lesson, self.step)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self._codes.parameters(), settings.clip)
+        nn.utils.clip_grad_norm_(self._parts.parameters(), settings.clip)
         self._optimizer.step()
         return loss.item()
 
-    def _loss(self, lesson: Lesson) -> Tensor:
+    @abstractmethod
+    def _loss(self, lesson: Lesson, number: int | None) -> Tensor:
+        """The scalar to lower; ``number`` of the step, None where a check asks."""
+
+    def _divergence(self, lesson: Lesson, replaced: Replaced) -> Tensor:
+        """From the unconverted model of the one with ``replaced``."""
         wanted = self.teach(lesson.tokens) if lesson.states is None else lesson.states
-        found = self._model.states(lesson.tokens, self._replaced, recompute=self._settings.recompute)
+        found = self._model.states(lesson.tokens, replaced, recompute=self._settings.recompute)
         return head_divergence(found, wanted, self._model.head)
 
-    def _replaced(self, index: int, x: Tensor, _: Tensor) -> Tensor:
-        made: Tensor = self._codes[index](x)
-        return made
-
     def _save(self, path: Path) -> None:
-        tensors = {f"code.{name}": tensor for name, tensor in self._codes.state_dict().items()}
+        tensors = {f"code.{name}": tensor for name, tensor in self._parts.state_dict().items()}
         tensors |= {f"best.{name}": tensor for name, tensor in self._best.items()}
         for index, state in self._optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
@@ -185,7 +189,7 @@ class FsqTuning:
 
     def _load(self, path: Path) -> None:
         tensors = load_file(path)
-        self._codes.load_state_dict({n.removeprefix("code."): t for n, t in tensors.items() if n.startswith("code.")})
+        self._parts.load_state_dict({n.removeprefix("code."): t for n, t in tensors.items() if n.startswith("code.")})
         self._best = {n.removeprefix("best."): t for n, t in tensors.items() if n.startswith("best.")}
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
@@ -195,3 +199,25 @@ class FsqTuning:
         self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
         step, self.seconds, self.held_out_loss, self.held_out_before = tensors["progress"].tolist()
         self.step = int(step)
+
+
+class FsqTuning(Tuning[FsqLayer]):
+    """A run over codes of one tier."""
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        codes: Sequence[FsqLayer],
+        settings: TuneSettings,
+        state: Path | None = None,
+        held_out: Sequence[Tensor] = (),
+    ) -> None:
+        """As :class:`Tuning`, beginning at ``codes``."""
+        super().__init__(weights, map(TrainedCode, codes), settings, state, held_out)
+
+    def _loss(self, lesson: Lesson, number: int | None) -> Tensor:  # noqa: ARG002 (every step is like the others)
+        return self._divergence(lesson, self._replaced)
+
+    def _replaced(self, index: int, x: Tensor, _: Tensor) -> Tensor:
+        made: Tensor = self._parts[index](x)
+        return made

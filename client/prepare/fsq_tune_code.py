@@ -9,8 +9,56 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from strataflux.kernels.fsq import FsqGrid, FsqLayer, quantize_straight_through
+from strataflux.kernels.fsq_nested import FsqTier
 
-__all__ = ["TrainedCode"]
+__all__ = ["TrainedCode", "TrainedDecoder", "TrainedEncoder", "TrainedTier"]
+
+
+class TrainedEncoder(nn.Module):
+    """From a layer's inputs to coordinates before their grid."""
+
+    def __init__(self, encoder: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.rows = _size(encoder, 1)
+        # A bias counts as the weight of an input as large as all others together.
+        self.shift = self.rows.flatten() * encoder.shape[1] ** 0.5
+        self.matrix = nn.Parameter(encoder / self.rows)
+        self.bias = nn.Parameter(bias / self.shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Z [..., width] float32 of inputs [..., hidden]."""
+        with torch.autocast(x.device.type, enabled=False):
+            return linear(x.float(), self.matrix * self.rows, self.bias * self.shift)
+
+    @torch.no_grad()
+    def result(self) -> tuple[Tensor, Tensor]:
+        """E and e as they encode."""
+        return self.matrix * self.rows, self.bias * self.shift
+
+
+class TrainedDecoder(nn.Module):
+    """From coordinates through a grid to keys and values."""
+
+    def __init__(self, grid: FsqGrid, decoder: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.grid = grid
+        self.scale = grid.levels.to(decoder.device) / 2
+        scaled = decoder * self.scale
+        self.columns = _size(scaled, 0)
+        self.shift = _size(scaled, 1).flatten() * decoder.shape[1] ** 0.5
+        self.matrix = nn.Parameter(scaled / self.columns)
+        self.bias = nn.Parameter(bias / self.shift)
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Keys and values [..., m] of coordinates [..., width] float32."""
+        with torch.autocast(z.device.type, enabled=False):
+            scaled = quantize_straight_through(z, self.grid) / self.scale
+        return linear(scaled, self.matrix * self.columns, self.bias * self.shift)
+
+    @torch.no_grad()
+    def result(self) -> tuple[Tensor, Tensor]:
+        """D and b as they decode."""
+        return self.matrix * self.columns / self.scale, self.bias * self.shift
 
 
 class TrainedCode(nn.Module):
@@ -18,36 +66,42 @@ class TrainedCode(nn.Module):
 
     def __init__(self, layer: FsqLayer) -> None:
         super().__init__()
-        self.grid: FsqGrid = layer.grid
-        self.scale = layer.grid.levels.to(layer.encoder.device) / 2
-        decoder = layer.decoder * self.scale
-        self.rows = _size(layer.encoder, 1)
-        self.columns = _size(decoder, 0)
-        # A bias counts as the weight of an input as large as all others together.
-        self.row_shift = self.rows.flatten() * layer.encoder.shape[1] ** 0.5
-        self.output_shift = _size(decoder, 1).flatten() * decoder.shape[1] ** 0.5
-        self.encoder = nn.Parameter(layer.encoder / self.rows)
-        self.encoder_bias = nn.Parameter(layer.encoder_bias / self.row_shift)
-        self.decoder = nn.Parameter(decoder / self.columns)
-        self.decoder_bias = nn.Parameter(layer.decoder_bias / self.output_shift)
+        self.encoder = TrainedEncoder(layer.encoder, layer.encoder_bias)
+        self.decoder = TrainedDecoder(layer.grid, layer.decoder, layer.decoder_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Keys and values [..., m] of inputs [..., hidden]."""
-        with torch.autocast(x.device.type, enabled=False):
-            z = linear(x.float(), self.encoder * self.rows, self.encoder_bias * self.row_shift)
-            scaled = quantize_straight_through(z, self.grid) / self.scale
-        return linear(scaled, self.decoder * self.columns, self.decoder_bias * self.output_shift)
+        made: Tensor = self.decoder(self.encoder(x))
+        return made
 
-    @torch.no_grad()
     def result(self) -> FsqLayer:
         """The layer as it decodes."""
-        return FsqLayer(
-            self.grid,
-            self.encoder * self.rows,
-            self.encoder_bias * self.row_shift,
-            self.decoder * self.columns / self.scale,
-            self.decoder_bias * self.output_shift,
-        )
+        return FsqLayer(self.decoder.grid, *self.encoder.result(), *self.decoder.result())
+
+
+class TrainedTier(nn.Module):
+    """One layer's encoder, the decoder of whole codes and that of the resident tier.
+
+    On a grid of equal cells the resident levels of z are what the resident grid makes of the same z, so the tier needs
+    no encoder of its own.
+    """
+
+    def __init__(self, tier: FsqTier) -> None:
+        super().__init__()
+        self.grid = tier.grid
+        self.encoder = TrainedEncoder(tier.whole.encoder, tier.whole.encoder_bias)
+        self.whole = TrainedDecoder(tier.grid.whole, tier.whole.decoder, tier.whole.decoder_bias)
+        self.coarse = TrainedDecoder(tier.grid.resident, tier.coarse_decoder, tier.coarse_bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., m] of the resident tier, and of the whole code, of inputs [..., hidden]."""
+        z = self.encoder(x)
+        return self.coarse(z[..., : self.grid.resident.width]), self.whole(z)
+
+    def result(self) -> FsqTier:
+        """The tiers as they decode."""
+        whole = FsqLayer(self.grid.whole, *self.encoder.result(), *self.whole.result())
+        return FsqTier(self.grid, whole, *self.coarse.result())
 
 
 def _size(matrix: Tensor, dim: int) -> Tensor:

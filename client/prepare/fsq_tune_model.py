@@ -1,5 +1,6 @@
 """The model around codes that are trained: everything in it is frozen, its products run in bfloat16."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from strataflux.client.runtime.block import Attend, attend_causally, run_block
+from strataflux.client.runtime.block import Attend, attend_causally, norm_heads, run_block
 from strataflux.client.runtime.models import DecoderWeights, LayerWeights
-from strataflux.client.runtime.rope import rotary_table
+from strataflux.client.runtime.rope import rotary_table, rotate
 
 __all__ = ["FrozenModel", "Replaced", "continue_text"]
 
@@ -60,6 +61,30 @@ class FrozenModel:
                 else:
                     hidden = self._run(index, hidden, turns, replaced, attend)
         return rms_norm(hidden, (self.config.hidden,), self._norm, self.config.norm_epsilon).bfloat16()
+
+    def attended(self, index: int, queries: Tensor, kv: Tensor, positions: Tensor) -> Tensor:
+        """How much a few positions attend to each one: the largest share of any head, summed over ``positions``.
+
+        Args:
+            index: of the layer.
+            queries: [sequences, n, rows] before norm and rotation, of positions from 0 on.
+            kv: keys and values [sequences, n, m], likewise.
+            positions: [p] int64, which queries are asked.
+
+        Returns:
+            [sequences, n] float32.
+        """
+        config, count = self.config, queries.shape[1]
+        qkv = torch.cat((queries, kv), -1).unflatten(-1, (-1, config.head_dim))  # type: ignore[no-untyped-call]
+        heads = norm_heads(config, self._layers[index], qkv)[..., : -config.kv_heads, :]
+        cosine, sine = (turn[:, None] for turn in self._turned(0, count, queries.device))
+        keys = rotate(heads[..., config.heads :, :], cosine, sine).permute(0, 2, 3, 1)
+        asked = rotate(heads[:, positions, : config.heads], cosine[positions], sine[positions]).transpose(1, 2)
+        rows = asked.unflatten(1, (config.kv_heads, -1)).flatten(2, 3)  # type: ignore[no-untyped-call]
+        logits = (rows @ keys / math.sqrt(config.head_dim)).view(*asked.shape[:3], count).float()
+        ahead = torch.arange(count, device=queries.device) > positions[:, None]
+        shares: Tensor = logits.masked_fill(ahead, -math.inf).softmax(-1)
+        return shares.amax(1).sum(1)
 
     def _run(
         self, index: int, hidden: Tensor, turns: tuple[Tensor, Tensor], replaced: Replaced | None, attend: Attend
