@@ -14,6 +14,7 @@ from strataflux.client.prepare.bases.sqllm import SqllmSettings
 from strataflux.client.prepare.fit import MULTIPLIERS
 from strataflux.client.prepare.fsq import require_coded_layers
 from strataflux.client.prepare.fsq_request import FsqRequest
+from strataflux.client.runtime.cache import require_no_windows
 from strataflux.client.runtime.models import SETS, ModelConfig
 from strataflux.client.schemes import STORED_SETS, Scheme, budgets_by_set, stored_budgets
 from strataflux.kernels.topk import CHUNK
@@ -165,11 +166,14 @@ def check_inputs(config: ModelConfig, settings: PrepareSettings) -> None:
     """Refuse a model that cannot be prepared so, before the first byte is written.
 
     Raises:
-        MisuseError: matrices do not divide as the base needs; naming the projection set.
+        MisuseError: matrices do not divide as the base needs, naming the projection set; or codes are to be trained
+            in a model that has layers with windows.
         InputError: codes are wanted of layers that all attend to windows.
     """
     if settings.codes:
         require_coded_layers(config)
+    if any(request.training is not None for request in settings.codes):
+        require_no_windows(config, "--tune")
     if config.hidden % 2 and settings.mlp != "channels":
         raise MisuseError("--mlp", f"{settings.mlp} of {config.hidden} channels", "an even number", "use channels")
     for name in SETS:

@@ -1,7 +1,7 @@
 """Whether a loaded model can be attached, and whether a prepared model was made from it."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -13,9 +13,23 @@ from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.runtime.models import LayerWeights, ModelConfig
 from strataflux.client.transformers.options import CONTEXT, AttachOptions
 
-__all__ = ["ARCHITECTURES", "DTYPES", "kv_context", "require_checkpoint", "require_model", "require_projections"]
+__all__ = [
+    "ARCHITECTURES",
+    "DTYPES",
+    "kv_context",
+    "require_checkpoint",
+    "require_model",
+    "require_projections",
+    "windows_of",
+]
 
-ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES: Final = {
+    "llama": "llama",
+    "mistral": "llama",
+    "ministral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
 """The library's model types that are supported, and the architecture of their prepared models. SmolLM is a Llama."""
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 """Of a model's parameters."""
@@ -61,12 +75,23 @@ def kv_context(model: PreTrainedModel, options: AttachOptions) -> int:
     context = min(most, CONTEXT) if options.context is None else options.context
     if context > most:
         raise MisuseError("context", f"{context} tokens", f"at most {most}, as the model has", "lower it")
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    slides = kinds is None or "sliding_attention" in kinds
-    if window is not None and slides and window < context:
+    window = max(windows_of(config), default=0)
+    if 0 < window < context:
         found, remedy = f"layers that attend to a window of {window} tokens", f"attach with context={window} or kv=None"
         raise MisuseError("kv", found, f"attention to all {context}", remedy)
     return context
+
+
+def windows_of(config: Any) -> tuple[int, ...]:
+    """How many positions each layer of a model that was loaded with ``config`` attends to, 0 for all; empty if all
+    attend to all.
+    """
+    window = int(getattr(config, "sliding_window", None) or 0)
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    if config.model_type == "mistral":  # whatever kinds it names
+        kinds = ("sliding_attention",) * config.num_hidden_layers
+    windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return windows if any(windows) else ()
 
 
 def _require_dimensions(found: Any, config: ModelConfig) -> None:

@@ -17,7 +17,7 @@ from strataflux.client.prepare.fsq_file import FsqCodes, load_codes, read_about,
 from strataflux.client.prepare.prepared import PreparedModel, open_prepared
 from strataflux.client.runtime.models import LayerWeights, ModelConfig
 from strataflux.client.transformers.attachment import Attachment
-from strataflux.client.transformers.checks import require_model
+from strataflux.client.transformers.checks import require_model, windows_of
 from strataflux.client.transformers.codes_cache import CodedLayer, CodedModel, CodesCache
 from strataflux.client.transformers.steps import CACHE
 
@@ -100,13 +100,13 @@ class CodesAttachment:
         keys = config.kv_heads * config.head_dim
         rows = (slice(0, keys), slice(keys, 2 * keys))
         layers = []
-        for layer, code in zip(model.base_model.layers, codes.layers, strict=True):
-            attention = layer.self_attn
+        self._attentions = [model.base_model.layers[index].self_attn for index in config.whole]
+        for attention, code in zip(self._attentions, codes.layers, strict=True):
             layers.append(CodedLayer(code, attention, rows))
             for name, part in zip(("k_proj", "v_proj"), rows, strict=True):
                 setattr(attention, name, _CodedLinear(layers[-1], part, getattr(attention, name)))
         rotary = model.base_model.rotary_emb
-        self.coded = CodedModel(layers, rotary)
+        self.coded = CodedModel(config.by_layer(layers), rotary, config.windows)
         self._hook = rotary.register_forward_pre_hook(self.coded.note, with_kwargs=True)
         self._own_maker = model.__dict__.get("_prepare_cache_for_generation")
         setattr(model, "_prepare_cache_for_generation", self._cache_maker(model._prepare_cache_for_generation))  # noqa: B010
@@ -114,9 +114,9 @@ class CodesAttachment:
     def undo(self) -> None:
         """Put everything back as it was."""
         self._hook.remove()
-        for layer in self._model.base_model.layers:
+        for attention in self._attentions:
             for name in ("k_proj", "v_proj"):
-                setattr(layer.self_attn, name, getattr(layer.self_attn, name).replaced[0])
+                setattr(attention, name, getattr(attention, name).replaced[0])
         delattr(self._model, "_prepare_cache_for_generation")
         if self._own_maker is not None:
             setattr(self._model, "_prepare_cache_for_generation", self._own_maker)  # noqa: B010
@@ -134,13 +134,14 @@ class CodesAttachment:
 
 
 def attach_codes(model: _M, prepared: Path | str, name: str) -> _M:
-    """Let ``model`` keep codes instead of keys and values; the same object.
+    """Let ``model`` keep codes instead of keys and values; the same object. Layers that attend to a window of positions
+    have no codes and stay as they are.
 
     Generation makes a :class:`~strataflux.client.transformers.codes_cache.CodesCache` of its own; make one yourself for
     calls of the model. With another cache, or none, keys and values are those of the codes all the same.
 
     Args:
-        model: a Llama, Mistral, Qwen2 or Qwen3 model on the CPU: the original that the codes were made over, or one
+        model: a Llama, Ministral, Qwen2 or Qwen3 model on the CPU: the original that the codes were made over, or one
             with ``prepared`` attached if they were made over that.
         prepared: the folder that ``strataflux prepare --fsq`` wrote.
         name: which of its codes, such as ``16x``.
@@ -153,6 +154,9 @@ def attach_codes(model: _M, prepared: Path | str, name: str) -> _M:
         raise MisuseError("model", "one with codes", "one without", "detach_codes(model) first")
     opened = open_prepared(Path(prepared))
     require_model(model, opened.config)
+    if (windows := windows_of(model.config)) != opened.config.windows:
+        found, expected = f"windows {windows or 'in no layer'}", f"{opened.config.windows or 'none'}, as when prepared"
+        raise MisuseError("model", found, expected, "prepare this checkpoint")
     if name not in opened.codes:
         found = f"codes {', '.join(opened.codes) or 'of no size'}"
         raise InputError(opened.folder, found, name, f"prepare it with --fsq {name}")

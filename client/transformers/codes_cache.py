@@ -3,16 +3,18 @@
 The library hands a layer's new keys and values to the cache and attends to what it gets back. Those handed over came
 out of codes that the projections left for the cache; it keeps the codes, and gives back the keys and values of all
 tokens, built anew: decoded, normed and turned as the model does it. Positions are 4 bytes a token, once for all layers.
+Layers that attend to a window have no codes, and the library's own cache of the window's length.
 """
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from strataflux.client.errors import MisuseError
 from strataflux.client.runtime.decoder import ContextFull
@@ -79,8 +81,12 @@ class CodedLayer:
 class CodedModel:
     """The layers of one attached model, and the positions of the pass that it is in."""
 
-    def __init__(self, layers: Sequence[CodedLayer], rotary: nn.Module) -> None:
-        self.layers = tuple(layers)
+    def __init__(self, layers: Sequence[CodedLayer | None], rotary: nn.Module, windows: Sequence[int] = ()) -> None:
+        """``layers`` has None where a layer has no code; ``windows`` has how many positions that attends to."""
+        self.layers = tuple(layer for layer in layers if layer is not None)
+        """Those with codes."""
+        self.windows = tuple(windows) or (0,) * len(layers)
+        """Of all layers; 0: it has a code."""
         self._rotary = rotary
         self.positions = torch.empty(0)
         """[batch or 1, tokens] int64 of the newest pass."""
@@ -195,7 +201,9 @@ class _Batch:
 
 
 class CodesCache(Cache):
-    """Keys and values of a batch as packed codes, ``batch · context · Σ_layers B`` bytes."""
+    """Keys and values of a batch as packed codes, ``batch · context · Σ_layers B`` bytes; in layers without codes those
+    of the newest positions as they are.
+    """
 
     def __init__(self, model: nn.Module, context: int) -> None:
         """An empty cache of ``context`` tokens for each sequence.
@@ -208,22 +216,33 @@ class CodesCache(Cache):
         if not isinstance(coded, CodedModel):
             raise MisuseError("codes", "a model without any", "one with codes attached", "attach_codes(model, …) first")
         self.batch = _Batch(coded, context)
-        super().__init__(layers=[_Layer(self.batch, index) for index in range(len(coded.layers))])
+        numbers = count()
+        self._sliding = [DynamicSlidingWindowLayer(window) for window in coded.windows if window]
+        windows = iter(self._sliding)
+        super().__init__(
+            layers=[next(windows) if window else _Layer(self.batch, next(numbers)) for window in coded.windows]
+        )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers; 0 before the first pass."""
+        """Bytes of all codes' buffers; 0 before the first pass."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self.batch.buffers.values())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Go on with the beams at ``beam_idx`` [beams] int64."""
         self.batch.select(beam_idx)
+        for layer in self._sliding:
+            layer.reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Go on with the sequences at ``indices`` [n] int64."""
         self.batch.select(indices)
+        for layer in self._sliding:
+            layer.batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence ``repeats`` times, one beside the other."""
-        count = next(iter(self.batch.buffers.values())).shape[0]
-        self.batch.select(torch.arange(count).repeat_interleave(repeats))
+        sequences = next(iter(self.batch.buffers.values())).shape[0]
+        self.batch.select(torch.arange(sequences).repeat_interleave(repeats))
+        for layer in self._sliding:
+            layer.batch_repeat_interleave(repeats)

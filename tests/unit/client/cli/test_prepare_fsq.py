@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from strataflux.client.evaluate.dense import dense_reference, score_logits
+from strataflux.client.evaluate.fsq import fsq_logits
 from strataflux.client.prepare import fsq_stage
 from strataflux.client.prepare.fsq_file import load_codes, weights_digest
 from strataflux.client.prepare.prepared import open_prepared
 from strataflux.client.prepare.source import open_source
+from strataflux.client.runtime.models import DecoderWeights
 from tests.unit.client.cli.conftest import Run
 from tests.unit.client.prepare.test_sources import hf_tensors, write_hf
 
@@ -73,6 +76,32 @@ def test_training_is_never_worse_on_held_out_text(tmp_path: Path, tiny_gguf: Pat
     assert "KL on held-out text" in said.err
 
 
+@pytest.mark.parametrize("minutes", [0, 0.03])
+def test_codes_in_two_tiers_are_evaluated_as_they_were_prepared(
+    minutes: float, tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run
+) -> None:
+    longer = tmp_path / "longer.txt"
+    longer.write_text(prose.read_text() * 3)
+    training = ("--tune", minutes, "--text", longer)
+    said = run(*words(tiny_gguf, tmp_path / "out", prose, "--fsq", "8x", "--tiers", "16x", *training))
+    assert said.code == 0, said.err
+    told = said.json()["codes"]["8x"]
+    assert (told["bytes"], told["resident_bytes"]) == (16, 8)
+    assert "16 bytes a token and layer, 8 of them resident" in said.err
+    if minutes:
+        assert told["held_out_kl"][1] <= told["held_out_kl"][0]
+    prepared = open_prepared(tmp_path / "out")
+    codes = load_codes(prepared.codes["8x"], prepared.config, weights_digest(prepared))
+    evaluated = ("--context", 64, "--windows", 1, "--kv", "fsq:16x", "--refine-kv", "fsq:8x", "--kv-oracle", "--json")
+    said = run("eval", tmp_path / "out", "--text", prose, *evaluated)
+    assert said.code == 0, said.err
+    tokens = prepared.tokenizer().encode(prose.read_text()).ids[:64]
+    weights = DecoderWeights.read(prepared)
+    coarse = fsq_logits(weights, [tier.coarse for tier in codes.tiers], tokens[:-1])
+    expected = score_logits(coarse, dense_reference(weights, tokens)).kl
+    assert said.json()["kv"]["base_kl"] == pytest.approx(expected, rel=1e-4)
+
+
 def test_what_an_interrupted_run_converted_is_not_converted_again(
     tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +140,11 @@ def test_what_an_interrupted_run_converted_is_not_converted_again(
         (("--fsq-levels", "16"), "no --fsq"),
         (("--tune", "1"), "no --fsq"),
         (("--fsq", "8x", "--tune", "-1"), "-1 minutes"),
+        (("--tiers", "16x"), "no --fsq"),
+        (("--fsq", "8x", "--tiers", "8x"), "one ratio above 8x"),
+        (("--fsq", "8x", "--tiers", "16x,32x"), "one ratio above 8x"),
+        (("--fsq", "8x", "--tiers", "16"), "write --tiers 16x"),
+        (("--fsq", "8x", "--tiers", "16x", "--fsq-bound", "tanh"), "cells that nest"),
         (("--fsq", "8x", "--tune", "1", "--text", "/nowhere"), "/nowhere"),
     ],
 )
@@ -133,6 +167,9 @@ def test_layers_with_windows_stay_as_they_are(tmp_path: Path, tiny_source: Any, 
     assert "1 of 2 layers attend to the newest 24 positions and stay as they are" in said.err
     assert len(said.json()["codes"]["8x"]["key_errors"]) == 1
     assert open_prepared(tmp_path / "out").config.windows == (24, 0)
+    said = run(*words(tmp_path / "qwen", tmp_path / "other", prose, "--fsq", "8x", "--tune", 0.02))
+    assert said.code == 2
+    assert said.json()["error"]["subject"] == "--tune"
     found = {}
     evaluated = ("--context", 64, "--windows", 1, "--calibration-tokens", 2048, "--json")
     for mode in ((), ("--sequential",)):

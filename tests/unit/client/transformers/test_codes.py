@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from strataflux.client.errors import InputError, MisuseError
 from strataflux.client.evaluate.fsq import fsq_logits
@@ -89,12 +90,42 @@ def test_other_architectures(architecture: str, tmp_path: Path, source: TinySour
     write_hf(folder, other, tensors, model_type=architecture)
     request = FsqRequest("8x", FsqSettings(BYTES, 0, "clamp"), "original")
     made = prepare(open_source(folder), tmp_path / "made", PrepareSettings(tokens=GIVEN, codes=(request,)))
-    from transformers import AutoModelForCausalLM
-
     model = attach_codes(AutoModelForCausalLM.from_pretrained(folder), made.folder, "8x")
     ids = tokens(20)
     found, _ = through_cache(model, ids, 9, 1, 10)
     torch.testing.assert_close(found, expected(made, "8x", open_source(folder), ids), **NEAR)
+
+
+KINDS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("name", ["ministral", "qwen3"])
+def test_layers_with_windows_keep_their_own_cache(name: str, tmp_path: Path, source: TinySource, load: Load) -> None:
+    other = source.with_config(architecture="qwen3" if name == "qwen3" else "llama", layers=4)
+    told: dict[str, Any] = {"sliding_window": 7, "use_sliding_window": True, "layer_types": KINDS, "model_type": name}
+    write_hf(tmp_path / "m", other, hf_tensors(other), architectures=[f"{name.capitalize()}ForCausalLM"], **told)
+    request = FsqRequest("8x", FsqSettings(BYTES, 0, "clamp"), "original")
+    made = prepare(open_source(tmp_path / "m"), tmp_path / "made", PrepareSettings(tokens=GIVEN, codes=(request,)))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    ids = tokens(20)
+    with torch.no_grad():
+        before = plain(input_ids=ids).logits
+    model = attach_codes(plain, made.folder, "8x")
+    wanted = expected(made, "8x", open_source(tmp_path / "m"), ids)
+    assert not torch.allclose(before, wanted, **NEAR)
+    for chunks in ((20,), (9, 1, 10), (1,) * 20):
+        found, cache = through_cache(model, ids, *chunks)
+        torch.testing.assert_close(found, wanted, **NEAR)
+        assert cache.nbytes == 20 * 2 * BYTES
+        assert (cache.is_sliding, cache.get_seq_length()) == ([True, False, True, False], 20)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "num_beams": 3}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+    detach_codes(model)
+    with torch.no_grad():
+        assert torch.equal(plain(input_ids=ids).logits, before)
+    plain.config.sliding_window = 9
+    with pytest.raises(MisuseError, match=r"windows \(9, 0, 9, 0\); expected \(7, 0, 7, 0\), as when prepared"):
+        attach_codes(plain, made.folder, "8x")
 
 
 def test_padding_on_the_left_changes_nothing(model: Any) -> None:

@@ -22,6 +22,10 @@ from tests.unit.client.transformers.conftest import NEAR, own_logits, step_logit
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({"tied_head": False}, {}),
     "mistral": ({}, {"architectures": ["MistralForCausalLM"], "sliding_window": None}),
+    "ministral": (
+        {},
+        {"architectures": ["MinistralForCausalLM"], "sliding_window": 24, "layer_types": ["full_attention"] * 2},
+    ),
     "qwen2": ({"architecture": "qwen2"}, {}),
     "qwen3": ({"architecture": "qwen3", "head_dim": 32, "heads": 6}, {}),
 }

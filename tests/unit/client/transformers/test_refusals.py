@@ -65,7 +65,7 @@ def test_other_dimensions_are_named(load: Load, prepared: PreparedModel) -> None
     ids=["gpt2"],
 )
 def test_other_architectures_are_named(prepared: PreparedModel, config: Any, found: str) -> None:
-    with pytest.raises(MisuseError, match=found + r".*llama, mistral, qwen2, qwen3"):
+    with pytest.raises(MisuseError, match=found + r".*llama, mistral, ministral, qwen2, qwen3"):
         attach(AutoModelForCausalLM.from_config(config), prepared.folder)
     with pytest.raises(MisuseError, match=r"torch.nn.modules.linear.Linear; expected a model of the transformers"):
         attach(torch.nn.Linear(2, 2), prepared.folder)
