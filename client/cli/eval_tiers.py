@@ -96,7 +96,7 @@ def _specs(command: MethodCommand, asked: TierCommand) -> "tuple[MethodSpec, Met
 def _divided(
     command: MethodCommand, coarse: "MethodSpec", fine: "MethodSpec", found: Evaluated, rest: Sequence[int]
 ) -> "list[FsqTier]":
-    """The finer codes, prepared or converted here, in two tiers."""
+    """The finer codes in two tiers: prepared so, or prepared or converted here, and divided."""
     from strataflux.client.evaluate.methods.base import Making, budget_bytes
     from strataflux.client.evaluate.methods.fsq import InMemory, codes_of
     from strataflux.client.prepare.fsq_tiers import divide_codes
@@ -104,6 +104,9 @@ def _divided(
 
     config, device = found.weights.config, found.weights.embedding.device
     require_no_windows(config, "--refine-kv")
+    size = budget_bytes(config, coarse)
+    if found.codes is not None and found.codes.about.resident_nbytes == size:
+        return list(found.codes.tiers)
     given = given_text(command, found.tokenizer, rest).to(device)
     if found.codes is None:
         print_note(f"{command.model} has no codes of {fine}: converted here; `strataflux prepare --fsq` keeps them")
@@ -111,7 +114,6 @@ def _divided(
         making = Making(found.weights, given, None if found.codes is None else found.codes.layers, advance)
         codes = codes_of(fine, making, budget_bytes(config, fine))
     with progress("dividing layers", config.layers) as advance:
-        size = budget_bytes(config, coarse)
         return divide_codes(InMemory(found.weights), codes, given, size, device, lambda _: advance())
 
 

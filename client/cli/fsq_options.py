@@ -20,6 +20,7 @@ __all__ = [
     "FsqLevelsOption",
     "FsqOption",
     "FsqWeightsOption",
+    "TiersOption",
     "TuneOption",
     "TuneTextOption",
     "parse_requests",
@@ -41,6 +42,10 @@ FsqWeightsOption = Annotated[
     str | None,
     typer.Option("--fsq-weights", help="Make codes over the base, or the original model.", show_default="base"),
 ]
+TiersOption = Annotated[
+    str | None,
+    typer.Option("--tiers", help="Divide the codes of --fsq: what is resident of them, such as 16x; the rest refines."),
+]
 TuneOption = Annotated[
     float | None, typer.Option("--tune", help="Train the codes of each ratio for so many minutes.", show_default="0")
 ]
@@ -60,6 +65,7 @@ def parse_requests(
     bound: str | None,
     weights: str | None,
     training: "FsqTraining | None",
+    tiers: str | None = None,
 ) -> "tuple[FsqRequest, ...]":
     """``--fsq`` and what belongs to it; nothing without it.
 
@@ -68,6 +74,7 @@ def parse_requests(
         InputError: a ratio leaves no byte.
     """
     others = {"--fsq-levels": levels, "--fsq-bound": bound, "--fsq-weights": weights, "--tune": training}
+    others["--tiers"] = tiers
     if fsq is None:
         for name, value in others.items():
             if value is not None:
@@ -82,18 +89,33 @@ def parse_requests(
     over: Literal["base", "original"] = _one_of(  # type: ignore[assignment]
         "--fsq-weights", weights or "base", ("base", "original")
     )
+    ratios = _ratios("--fsq", fsq)
+    resident = 0 if tiers is None else code_bytes(model.config, _resident(tiers, max(ratios), kind, model))
     return tuple(
-        FsqRequest(f"{ratio:g}x", FsqSettings(code_bytes(model.config, ratio), chosen, kind), over, training)
-        for ratio in _ratios(fsq)
+        FsqRequest(f"{ratio:g}x", FsqSettings(code_bytes(model.config, ratio), chosen, kind), over, training, resident)
+        for ratio in ratios
     )
 
 
-def _ratios(text: str) -> list[float]:
+def _resident(text: str, most: float, bound: str, model: "ModelSource") -> float:
+    """The ratio of what is resident."""
+    from strataflux.client.runtime.cache import require_no_windows
+
+    require_no_windows(model.config, "--tiers")
+    (ratio, *others) = _ratios("--tiers", text)
+    if others or ratio <= most:
+        raise MisuseError("--tiers", repr(text), f"one ratio above {most:g}x of --fsq", "write --fsq 8x --tiers 16x")
+    if bound == "tanh":
+        raise MisuseError("--tiers", "--fsq-bound tanh", "cells that nest: floor or clamp", "leave out --fsq-bound")
+    return ratio
+
+
+def _ratios(option: str, text: str) -> list[float]:
     ratios = []
     for part in text.split(","):
         match = _RATIO.fullmatch(part.strip())
         if match is None or float(match[1]) < 1:
-            raise MisuseError("--fsq", repr(text), "ratios from 1x on, such as 16x or 8x,16x", "write --fsq 16x")
+            raise MisuseError(option, repr(text), "ratios from 1x on, such as 16x or 8x,16x", f"write {option} 16x")
         ratios.append(float(match[1]))
     return sorted(set(ratios))
 
@@ -136,7 +158,9 @@ def _range(numbers: list[int]) -> str:
 
 def _spoken(name: str, codes: "FsqCodes") -> str:
     about = codes.about
-    text = f"fsq {name}: {about.nbytes} bytes a token and layer, {codes.width} coordinates, over the {about.weights}"
+    resident = f", {about.resident_nbytes} of them resident" if about.resident_nbytes else ""
+    text = f"fsq {name}: {about.nbytes} bytes a token and layer{resident}, {codes.width} coordinates"
+    text += f", over the {about.weights}"
     if about.key_errors:
         text += f", error {_mean(about.key_errors):.3f} of keys, {_mean(about.value_errors):.3f} of values"
     if about.tuned_seconds:
@@ -149,6 +173,7 @@ def _facts(codes: "FsqCodes") -> dict[str, object]:
     about = codes.about
     return {
         "bytes": about.nbytes,
+        "resident_bytes": about.resident_nbytes,
         "levels": about.levels or "mixed",
         "bound": about.bound,
         "weights": about.weights,

@@ -11,6 +11,7 @@ from strataflux.client.cli.fsq_options import (
     FsqLevelsOption,
     FsqOption,
     FsqWeightsOption,
+    TiersOption,
     TuneOption,
     TuneTextOption,
     parse_requests,
@@ -66,6 +67,7 @@ def _command(
     fsq_levels: FsqLevelsOption = None,
     fsq_bound: FsqBoundOption = None,
     fsq_weights: FsqWeightsOption = None,
+    tiers: TiersOption = None,
     tune: TuneOption = None,
     text: TuneTextOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a prepared model that is there.")] = False,
@@ -87,7 +89,7 @@ def _command(
     with progress("reading the model"):
         model = open_source(source)
         training = _training(model, tune, text or calibration)
-        codes = parse_requests(model, fsq, fsq_levels, fsq_bound, fsq_weights, training)
+        codes = parse_requests(model, fsq, fsq_levels, fsq_bound, fsq_weights, training, tiers)
         needed = base != "rtn" or fitting is not None or codes
         tokens = _tokens(model, calibration, calibration_tokens) if needed else None
     rungs = _ladder(ladder, k) if fitting or ladder != "auto" else ()

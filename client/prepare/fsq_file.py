@@ -8,6 +8,12 @@
 | `layers.I.decoder`      | [keys and values, width] float16                               |
 | `layers.I.decoder_bias` | [keys and values] float32                                      |
 
+and, of codes in two tiers, format 2,
+
+| `layers.I.resident_bits`  | [width] uint8, of each coordinate; 0 for those that are not resident    |
+| `layers.I.coarse_decoder` | [keys and values, resident width] float16, of the resident levels       |
+| `layers.I.coarse_bias`    | [keys and values] float32                                               |
+
 Layers that attend to a window of positions have none. The header has one entry of metadata, ``fsq``: :class:`FsqAbout`
 as JSON. Codes belong to the weights they were made of, which are told by a digest; over others they are refused.
 """
@@ -27,14 +33,16 @@ from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.prepare.tensor_file import TensorDigest, TensorFileWriter, TensorShape
 from strataflux.client.runtime.models import SETS, ModelConfig, WeightSource
 from strataflux.kernels.fsq import FsqGrid, FsqLayer
+from strataflux.kernels.fsq_nested import FsqTier, NestedGrid
 from strataflux.proto.store_writer import sync_folder
 
 __all__ = ["FsqAbout", "FsqCodes", "load_codes", "read_about", "save_codes", "weights_digest"]
 
-_FORMAT = 1
+_FORMAT, _FORMAT_TIERS = 1, 2
 _ENTRY = "fsq"
 _REMEDY = "make the codes again with `strataflux prepare --fsq`"
 _PARTS = ("encoder", "encoder_bias", "decoder", "decoder_bias")
+_TIER_PARTS = ("coarse_decoder", "coarse_bias")
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,11 @@ class FsqAbout:
     tuned_seconds: float = 0.0
     """Of training after the closed form."""
     held_out: tuple[float, ...] = ()
-    """Divergence on held-out text of the tuning text before and after training, in nats a token."""
+    """Loss on held-out text of the tuning text before and after training, in nats a token: the divergence; of tiers
+    that with a sixteenth of the tokens whole, and a quarter of the resident tier's.
+    """
+    resident_nbytes: int = 0
+    """Of a token's code, of codes in two tiers; 0: there is one."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,9 @@ class FsqCodes:
 
     about: FsqAbout
     layers: tuple[FsqLayer, ...]
+    """Whole codes."""
+    tiers: tuple[FsqTier, ...] = ()
+    """The same in two tiers, if they were saved so."""
 
     @property
     def nbytes(self) -> int:
@@ -80,6 +95,9 @@ class FsqCodes:
 
     def to(self, device: torch.device) -> "FsqCodes":
         """The same codes on ``device``."""
+        if self.tiers:
+            tiers = tuple(tier.to(device) for tier in self.tiers)
+            return FsqCodes(self.about, tuple(tier.whole for tier in tiers), tiers)
         return FsqCodes(self.about, tuple(layer.to(device) for layer in self.layers))
 
 
@@ -105,13 +123,15 @@ def weights_digest(source: WeightSource) -> str:
     return digest.hexdigest()
 
 
-def save_codes(path: Path, layers: Sequence[FsqLayer], about: FsqAbout, places: Sequence[int] | None = None) -> None:
+def save_codes(
+    path: Path, layers: Sequence[FsqLayer] | Sequence[FsqTier], about: FsqAbout, places: Sequence[int] | None = None
+) -> None:
     """Write ``layers`` to ``path``; it is there whole or not at all.
 
     Args:
         path: of the file.
         layers: one for each of the model's that attends to all positions.
-        about: what the header says.
+        about: what the header says; with ``resident_nbytes`` if ``layers`` are in two tiers.
         places: which of the model's layers these are; None: all.
     """
     held = dict(zip(range(len(layers)) if places is None else places, map(_tensors, layers), strict=True))
@@ -123,7 +143,7 @@ def save_codes(path: Path, layers: Sequence[FsqLayer], about: FsqAbout, places: 
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
-    header = {_ENTRY: json.dumps({"format": _FORMAT, **asdict(about)}, sort_keys=True)}
+    header = {_ENTRY: json.dumps(_told(about), sort_keys=True)}
     with TensorFileWriter(partial, shapes, header) as file:
         for index, tensors in held.items():
             for name, tensor in tensors.items():
@@ -132,7 +152,22 @@ def save_codes(path: Path, layers: Sequence[FsqLayer], about: FsqAbout, places: 
     sync_folder(path.parent)
 
 
-def _tensors(layer: FsqLayer) -> dict[str, Tensor]:
+def _told(about: FsqAbout) -> dict[str, object]:
+    """The header: of one tier as it was before there were two, so that earlier versions read it."""
+    told = asdict(about)
+    if not about.resident_nbytes:
+        del told["resident_nbytes"]
+    return {"format": _FORMAT_TIERS if about.resident_nbytes else _FORMAT, **told}
+
+
+def _tensors(layer: FsqLayer | FsqTier) -> dict[str, Tensor]:
+    if isinstance(layer, FsqTier):
+        return {
+            **_tensors(layer.whole),
+            "resident_bits": torch.tensor(layer.grid.resident_bits, dtype=torch.uint8),
+            "coarse_decoder": layer.coarse_decoder.half().cpu(),
+            "coarse_bias": layer.coarse_bias.float().cpu(),
+        }
     return {
         "bits": torch.tensor(layer.grid.bits, dtype=torch.uint8),
         "encoder": layer.encoder.half().cpu(),
@@ -152,8 +187,11 @@ def read_about(path: Path) -> FsqAbout:
         with safe_open(path, framework="pt") as opened:
             told = json.loads((opened.metadata() or {})[_ENTRY])
         found = told.pop("format")
-        if found != _FORMAT:
-            raise InputError(path, f"format {found!r}", f"format {_FORMAT}", "use a matching version of strataflux")
+        if found not in (_FORMAT, _FORMAT_TIERS):
+            expected = f"format {_FORMAT} or {_FORMAT_TIERS}"
+            raise InputError(path, f"format {found!r}", expected, "use a matching version of strataflux")
+        if (found == _FORMAT_TIERS) != (told.get("resident_nbytes", 0) > 0):
+            raise ValueError(f"format {found} with {told.get('resident_nbytes', 0)} resident bytes")
         lists = {name: tuple(told[name]) for name in ("key_errors", "value_errors", "held_out")}
         return FsqAbout(**{**told, **lists})
     except (OSError, SafetensorError) as error:
@@ -172,14 +210,20 @@ def load_codes(path: Path, config: ModelConfig, weights_sha256: str) -> FsqCodes
     if about.weights_sha256 != weights_sha256:
         found = f"codes made over weights {about.weights_sha256[:12]}…"
         raise InputError(path, found, f"weights {weights_sha256[:12]}…, the model's", _REMEDY)
+    each = 1 + len(_PARTS) + (1 + len(_TIER_PARTS) if about.resident_nbytes else 0)
+    tiers: tuple[FsqTier, ...] = ()
     try:
         with safe_open(path, framework="pt") as opened:
-            if len(opened.keys()) != (1 + len(_PARTS)) * len(config.whole):
-                raise InputError(path, f"{len(opened.keys())} tensors", f"{len(config.whole)} layers of five", _REMEDY)
+            if len(opened.keys()) != each * len(config.whole):
+                found, expected = f"{len(opened.keys())} tensors", f"{len(config.whole)} layers of {each}"
+                raise InputError(path, found, expected, _REMEDY)
             layers = tuple(_read_layer(path, opened, index, config, about) for index in config.whole)
+            if about.resident_nbytes:
+                pairs = zip(config.whole, layers, strict=True)
+                tiers = tuple(_read_tier(path, opened, index, layer, about) for index, layer in pairs)
     except SafetensorError as error:
         raise InputError(path, str(error), "a whole file of codes", _REMEDY) from error
-    return FsqCodes(about, layers)
+    return FsqCodes(about, layers, tiers)
 
 
 def _read_layer(path: Path, opened: Any, index: int, config: ModelConfig, about: FsqAbout) -> FsqLayer:
@@ -191,9 +235,29 @@ def _read_layer(path: Path, opened: Any, index: int, config: ModelConfig, about:
     width, outputs = grid.width, 2 * config.kv_heads * config.head_dim
     expected = dict(zip(_PARTS, ((width, config.hidden), (width,), (outputs, width), (outputs,)), strict=True))
     for name, shape in expected.items():
-        if tuple(held[name].shape) != shape or not bool(held[name].isfinite().all()):
-            found = f"layers.{index}.{name} of shape {tuple(held[name].shape)}"
-            raise InputError(path, found, f"finite numbers of shape {shape}", _REMEDY)
+        _require_numbers(path, f"layers.{index}.{name}", held[name], shape)
     if grid.nbytes > about.nbytes:
         raise InputError(path, f"{grid.nbytes} bytes a token in layer {index}", f"{about.nbytes}", _REMEDY)
     return FsqLayer(grid, *(held[name].float() for name in _PARTS))
+
+
+def _read_tier(path: Path, opened: Any, index: int, layer: FsqLayer, about: FsqAbout) -> FsqTier:
+    bits, decoder, bias = (opened.get_tensor(f"layers.{index}.{name}") for name in ("resident_bits", *_TIER_PARTS))
+    try:
+        grid = NestedGrid(layer.grid, tuple(bits.tolist()))
+    except ValueError as error:
+        raise InputError(path, f"layer {index}: {error}", "a resident part of a grid", _REMEDY) from error
+    outputs = layer.decoder_bias.shape[0]
+    for name, tensor, shape in zip(
+        _TIER_PARTS, (decoder, bias), ((outputs, grid.resident.width), (outputs,)), strict=True
+    ):
+        _require_numbers(path, f"layers.{index}.{name}", tensor, shape)
+    if grid.resident.nbytes > about.resident_nbytes:
+        found = f"{grid.resident.nbytes} resident bytes a token in layer {index}"
+        raise InputError(path, found, f"{about.resident_nbytes}", _REMEDY)
+    return FsqTier(grid, layer, decoder.float(), bias.float())
+
+
+def _require_numbers(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape or not bool(tensor.isfinite().all()):
+        raise InputError(path, f"{name} of shape {tuple(tensor.shape)}", f"finite numbers of shape {shape}", _REMEDY)

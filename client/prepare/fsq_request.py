@@ -36,6 +36,8 @@ class FsqRequest:
     weights: Literal["base", "original"] = "base"
     """Over which model: the low-bit weights that are prepared, or those they were made of."""
     training: FsqTraining | None = None
+    resident: int = 0
+    """Bytes of a token's code, a layer, that are resident, of codes in two tiers; 0: codes of one tier."""
 
     def to_json(self) -> dict[str, Any]:
         """What decides which codes come out, beside the model and its calibration text."""
@@ -43,4 +45,6 @@ class FsqRequest:
         if self.training is not None:
             text = hashlib.sha256(self.training.tokens.contiguous().numpy().tobytes()).hexdigest()
             told["training"] = {**vars(self.training), "tokens": text}
+        if self.resident:
+            told["resident"] = self.resident
         return told

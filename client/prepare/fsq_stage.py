@@ -4,6 +4,8 @@ Each converted layer and the state of training are kept in the work folder; what
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +14,17 @@ from strataflux.client.errors import InputError
 from strataflux.client.prepare.fsq import Conversion, convert
 from strataflux.client.prepare.fsq_file import FsqAbout, save_codes, weights_digest
 from strataflux.client.prepare.fsq_request import FsqRequest, FsqTraining
-from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings
-from strataflux.client.prepare.fsq_tune_text import hold_out, random_sequences
+from strataflux.client.prepare.fsq_tiers import divide_codes
+from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, Tuning
+from strataflux.client.prepare.fsq_tune_text import Course, hold_out, overlapping
+from strataflux.client.prepare.fsq_tune_tiers import TierTuning
 from strataflux.client.prepare.prepared import FSQ, PreparedModel
 from strataflux.client.prepare.settings import PrepareSettings
 from strataflux.client.prepare.source import ModelSource
 from strataflux.client.prepare.work import WorkFolder
 from strataflux.client.runtime.models import DecoderWeights, WeightSource
 from strataflux.kernels.fsq import FsqGrid, FsqLayer
+from strataflux.kernels.fsq_nested import FsqTier
 
 __all__ = ["FsqStage"]
 
@@ -27,6 +32,8 @@ _HELD_OUT = 8
 """Sequences that are not trained on."""
 _TRAINING_STEPS = 100
 """Calls of ``advance`` that training is told by."""
+_TIMES = 2
+"""Sequences that a token of the training text is in."""
 _PARTS = ("encoder", "encoder_bias", "decoder", "decoder_bias")
 
 
@@ -52,15 +59,14 @@ class FsqStage:
         for request in self._settings.codes:
             source = prepared if request.weights == "base" else self._source
             made = self._convert(request, source, advance)
-            layers = [one.layer for one in made]
+            converted = [one.layer for one in made]
+            layers: Sequence[FsqLayer] | Sequence[FsqTier] = converted
             about = _about(request, made, weights_digest(source))
             if request.training is not None:
-                tuning = self._train(request, request.training, source, layers, advance)
-                layers = tuning.result()
-                held_out = (tuning.held_out_before, tuning.held_out_loss)
-                about = _about(request, made, about.weights_sha256, tuning.seconds, held_out)
-            path = prepared.folder / FSQ / f"{request.name}.safetensors"
-            save_codes(path, layers, about, source.config.whole)
+                layers, about = self._trained(request, request.training, source, converted, about, advance)
+            elif request.resident:
+                layers = self._divided(request, source, converted)
+            save_codes(prepared.folder / FSQ / f"{request.name}.safetensors", layers, about, source.config.whole)
 
     def _convert(
         self, request: FsqRequest, source: WeightSource, advance: Callable[[], object]
@@ -96,52 +102,64 @@ class FsqStage:
         layer = FsqLayer(grid, *(held[name] for name in _PARTS)).to(self._device)
         return Conversion(layer, key_error, value_error, int(rank))
 
-    def _train(
+    def _divided(self, request: FsqRequest, source: WeightSource, layers: Sequence[FsqLayer]) -> list[FsqTier]:
+        tokens = self._settings.tokens
+        assert tokens is not None, "settings with codes have text"
+        return divide_codes(source, layers, tokens, request.resident, self._device)
+
+    def _trained(
         self,
         request: FsqRequest,
         training: FsqTraining,
         source: WeightSource,
         layers: Sequence[FsqLayer],
+        about: FsqAbout,
         advance: Callable[[], object],
-    ) -> FsqTuning:
+    ) -> tuple[Sequence[FsqLayer] | Sequence[FsqTier], FsqAbout]:
+        """Codes trained, of two tiers half the time as one; and what is said of them."""
         text, held_out = _split(training, self._device)
-        settings = TuneSettings(training.steps, training.rate, training.seconds)
         weights = DecoderWeights.read(source).to(self._device)
+        parts = 2 if request.resident else 1
+        settings = TuneSettings(training.steps // parts, training.rate, training.seconds / parts)
         state = self._work.folder / f"fsq-{request.name}.training"
         tuning = FsqTuning(weights, layers, settings, state, held_out)
-        told = 0
+        self._run(tuning, settings, text, _TRAINING_STEPS // parts, advance)
+        if not request.resident:
+            return tuning.result(), _told_of(about, tuning, tuning.seconds)
+        tiers = self._divided(request, source, tuning.result())
+        second = TierTuning(weights, tiers, settings, state.with_suffix(".tiers"), held_out)
+        self._run(second, settings, text, _TRAINING_STEPS // parts, advance)
+        return second.result(), _told_of(about, second, tuning.seconds + second.seconds)
+
+    def _run(
+        self, tuning: Tuning[Any], settings: TuneSettings, sequences: Tensor, steps: int, advance: Callable[[], object]
+    ) -> None:
+        told, batch = 0, min(16 if self._device.type == "cuda" else 2, sequences.shape[0])
 
         def progress(step: int, _: float) -> None:
             nonlocal told
-            done = max(step / training.steps, tuning.seconds / training.seconds)
-            while told < min(1.0, done) * _TRAINING_STEPS:
+            done = max(step / settings.steps, tuning.seconds / settings.seconds)
+            while told < min(1.0, done) * steps:
                 told += 1
                 advance()
 
-        batch = 16 if self._device.type == "cuda" else 2
-        tuning.run(random_sequences(text, batch, training.length, 0, first=tuning.step), progress)
-        for _ in range(told, _TRAINING_STEPS):
+        course = Course(sequences, tuning.teach, self._source.config.hidden)
+        tuning.run(course.batches(batch, 0, first=tuning.step), progress)
+        for _ in range(told, steps):
             advance()
-        return tuning
 
 
 def _split(training: FsqTraining, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """The text to train on, and batches of what is held out."""
+    """Sequences to train on [count, length], and batches of what is held out."""
     least = 2 * _HELD_OUT * training.length
     if training.tokens.numel() < least:
         found = f"{training.tokens.numel()} tokens"
         raise InputError("training text", found, f"at least {least}", "give a longer --text")
     tokens, held = hold_out(training.tokens.to(device), _HELD_OUT, training.length)
-    return tokens, list(held.split(4))  # type: ignore[no-untyped-call]
+    return overlapping(tokens, training.length, _TIMES), list(held.split(4))  # type: ignore[no-untyped-call]
 
 
-def _about(
-    request: FsqRequest,
-    made: Sequence[Conversion],
-    digest: str,
-    seconds: float = 0.0,
-    held_out: tuple[float, ...] = (),
-) -> FsqAbout:
+def _about(request: FsqRequest, made: Sequence[Conversion], digest: str) -> FsqAbout:
     settings = request.settings
     return FsqAbout(
         settings.nbytes,
@@ -152,6 +170,9 @@ def _about(
         rank=min(one.rank for one in made),
         key_errors=tuple(one.key_error for one in made),
         value_errors=tuple(one.value_error for one in made),
-        tuned_seconds=seconds,
-        held_out=held_out,
+        resident_nbytes=request.resident,
     )
+
+
+def _told_of(about: FsqAbout, tuning: Tuning[Any], seconds: float) -> FsqAbout:
+    return replace(about, tuned_seconds=seconds, held_out=(tuning.held_out_before, tuning.held_out_loss))

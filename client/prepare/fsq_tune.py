@@ -73,7 +73,7 @@ class Tuning(ABC, Generic[Made]):
         state: Path | None = None,
         held_out: Sequence[Tensor] = (),
     ) -> None:
-        """Train ``parts``, one for each layer of ``weights``, on their device.
+        """Train ``parts``, one for each layer of ``weights`` that attends to all positions, on their device.
 
         Args:
             weights: the model, all of it frozen.

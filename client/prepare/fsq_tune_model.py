@@ -10,15 +10,16 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from strataflux.client.runtime.block import Attend, attend_causally, norm_heads, run_block
+from strataflux.client.runtime.block import Attend, attend_newest, norm_heads, run_block
 from strataflux.client.runtime.models import DecoderWeights, LayerWeights
 from strataflux.client.runtime.rope import rotary_table, rotate
 
 __all__ = ["FrozenModel", "Replaced", "continue_text"]
 
 Replaced = Callable[[int, Tensor, Tensor], Tensor]
-"""Keys and values [sequences, n, m] of layer ``index`` for its normed inputs [sequences, n, hidden] float32, in the
-place of what the projections make of them; the queries [sequences, n, rows], before norm and rotation, are given."""
+"""Keys and values [sequences, n, m] of the layer with this number among those that attend to all positions, in the
+place of what its projections make of its normed inputs [sequences, n, hidden] float32; given are the number, these
+inputs, and the queries [sequences, n, rows] before norm and rotation."""
 
 
 class FrozenModel:
@@ -49,13 +50,14 @@ class FrozenModel:
             replaced: what makes keys and values; None: the model itself.
             recompute: compute a layer again when its gradients are due instead of keeping what is between.
             first: the position of the first of ``tokens``.
-            attends: what each layer's positions see; empty: themselves and those before among ``tokens``.
+            attends: what each layer's positions see; empty: themselves and those before among ``tokens``, as far as
+                the layer's window.
         """
         turns = self._turned(first, first + tokens.shape[1], tokens.device)
         hidden = self._embedding[tokens]
         with torch.autocast(tokens.device.type, torch.bfloat16):
             for index in range(self.config.layers):
-                attend = attends[index] if attends else attend_causally
+                attend = attends[index] if attends else None
                 if recompute and torch.is_grad_enabled():
                     hidden = checkpoint(self._run, index, hidden, turns, replaced, attend, use_reentrant=False)
                 else:
@@ -66,7 +68,7 @@ class FrozenModel:
         """How much a few positions attend to each one: the largest share of any head, summed over ``positions``.
 
         Args:
-            index: of the layer.
+            index: of the layer, among those that attend to all positions.
             queries: [sequences, n, rows] before norm and rotation, of positions from 0 on.
             kv: keys and values [sequences, n, m], likewise.
             positions: [p] int64, which queries are asked.
@@ -76,7 +78,7 @@ class FrozenModel:
         """
         config, count = self.config, queries.shape[1]
         qkv = torch.cat((queries, kv), -1).unflatten(-1, (-1, config.head_dim))  # type: ignore[no-untyped-call]
-        heads = norm_heads(config, self._layers[index], qkv)[..., : -config.kv_heads, :]
+        heads = norm_heads(config, self._layers[config.whole[index]], qkv)[..., : -config.kv_heads, :]
         cosine, sine = (turn[:, None] for turn in self._turned(0, count, queries.device))
         keys = rotate(heads[..., config.heads :, :], cosine, sine).permute(0, 2, 3, 1)
         asked = rotate(heads[:, positions, : config.heads], cosine[positions], sine[positions]).transpose(1, 2)
@@ -87,16 +89,16 @@ class FrozenModel:
         return shares.amax(1).sum(1)
 
     def _run(
-        self, index: int, hidden: Tensor, turns: tuple[Tensor, Tensor], replaced: Replaced | None, attend: Attend
+        self, index: int, hidden: Tensor, turns: tuple[Tensor, Tensor], replaced: Replaced | None, attend: Attend | None
     ) -> Tensor:
         config, layer = self.config, self._layers[index]
         rows = config.heads * config.head_dim
 
         def project(name: str, x: Tensor) -> Tensor:
-            if replaced is None or name != "qkv":
+            if replaced is None or layer.window or name != "qkv":
                 return linear(x, layer.projections[name])
             queries = linear(x, layer.projections["qkv"][:rows])
-            return torch.cat((queries, replaced(index, x, queries)), -1)
+            return torch.cat((queries, replaced(config.whole.index(index), x, queries)), -1)
 
         return run_block(config, layer, hidden, turns, project, attend)
 
@@ -141,7 +143,7 @@ def continue_text(model: FrozenModel, prompts: Tensor, length: int, seed: int) -
     text[:, :given] = prompts
     first = 0
     for stop in range(given, length):
-        attends = [partial(_attend_held, layer, first) for layer in held]
+        attends = [partial(_attend_held, one, first, config.window(layer)) for layer, one in enumerate(held)]
         last = model.states(text[:, first:stop], first=first, attends=attends)[:, -1]
         shares = torch.softmax(linear(last, model.head).float(), -1)
         # The largest of p / Exponential(1) is a draw from p.
@@ -150,13 +152,14 @@ def continue_text(model: FrozenModel, prompts: Tensor, length: int, seed: int) -
     return text
 
 
-def _attend_held(held: Tensor, first: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attend_held(held: Tensor, first: int, window: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """An :data:`Attend` that appends to ``held`` [2, sequences, kv_heads, length, head_dim] from position ``first``."""
     stop = first + keys.shape[2]
     held[0, :, :, first:stop], held[1, :, :, first:stop] = keys, values
     if first == 0:
-        return attend_causally(queries, keys, values)
+        return attend_newest(queries, keys, values, window)
     # One query a head: those of a key head are rows of one product, which reads its keys once.
     rows = queries.squeeze(2).unflatten(1, (keys.shape[1], -1))  # type: ignore[no-untyped-call]
-    mixed: Tensor = scaled_dot_product_attention(rows, held[0, :, :, :stop], held[1, :, :, :stop])
+    oldest = max(0, stop - window) if window else 0
+    mixed: Tensor = scaled_dot_product_attention(rows, held[0, :, :, oldest:stop], held[1, :, :, oldest:stop])
     return mixed.flatten(1, 2)[:, :, None]

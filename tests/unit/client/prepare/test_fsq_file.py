@@ -14,9 +14,11 @@ from strataflux.client.errors import InputError
 from strataflux.client.prepare.fsq import FsqSettings, convert
 from strataflux.client.prepare.fsq_file import FsqAbout, load_codes, read_about, save_codes, weights_digest
 from strataflux.client.prepare.fsq_request import FsqRequest
+from strataflux.client.prepare.fsq_tiers import divide_codes
 from strataflux.client.prepare.refit import refit
 from strataflux.client.prepare.settings import FitSettings, PrepareSettings
 from strataflux.client.prepare.write import prepare
+from strataflux.kernels.fsq_nested import FsqTier
 
 TOKENS = torch.randint(0, 258, (24, 60), generator=torch.Generator().manual_seed(0))
 DIGEST = "5" * 64
@@ -45,6 +47,47 @@ def test_what_is_read_is_what_was_converted(tiny_source: Any, saved: Path, about
             assert torch.equal(getattr(found, part), getattr(one.layer, part)), part
     assert codes.nbytes == sum(one.layer.grid.nbytes for one in made)
     assert [path.name for path in saved.parent.iterdir()] == ["8x.safetensors"]
+
+
+@pytest.fixture
+def tiers(tiny_source: Any) -> list[FsqTier]:
+    made = convert(tiny_source, TOKENS, FsqSettings(16, 0, "clamp"), torch.device("cpu"))
+    return divide_codes(tiny_source, [one.layer for one in made], TOKENS, 8, torch.device("cpu"))
+
+
+@pytest.fixture
+def saved_tiers(tiers: list[FsqTier], tmp_path: Path, about: FsqAbout) -> Path:
+    path = tmp_path / "tiers.safetensors"
+    save_codes(path, tiers, replace(about, resident_nbytes=8))
+    return path
+
+
+def test_tiers_are_read_as_they_were_divided(tiny_source: Any, tiers: list[FsqTier], saved_tiers: Path) -> None:
+    codes = load_codes(saved_tiers, tiny_source.config, DIGEST).to(torch.device("cpu"))
+    assert codes.about.resident_nbytes == 8
+    for one, found, whole in zip(tiers, codes.tiers, codes.layers, strict=True):
+        assert found.grid == one.grid
+        assert found.whole is whole
+        assert torch.equal(whole.decoder, one.whole.decoder)
+        assert torch.equal(found.coarse_decoder, one.coarse_decoder)
+        assert torch.equal(found.coarse_bias, one.coarse_bias)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda about: about.update(resident_nbytes=7), "8 resident bytes a token in layer 0.*7"),
+        (lambda about: about.update(resident_nbytes=0), "format 2 with 0"),
+        (lambda about: (about.pop("resident_nbytes"), about.update(format=1)), "16 tensors.*2 layers of 5"),
+        (lambda about: about.update(bound="tanh"), "do not nest"),
+    ],
+)
+def test_headers_of_tiers_that_are_wrong_are_named(
+    change: Callable[[dict[str, Any]], object], named: str, tiny_source: Any, saved_tiers: Path
+) -> None:
+    change_header(saved_tiers, change)
+    with pytest.raises(InputError, match=named):
+        load_codes(saved_tiers, tiny_source.config, DIGEST)
 
 
 def test_codes_of_another_model_are_refused(tiny_source: Any, saved: Path) -> None:
@@ -93,7 +136,9 @@ def change_header(path: Path, change: Callable[[dict[str, Any]], object]) -> Non
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda about: about.update(format=2), "format 2"),
+        (lambda about: about.update(format=3), "format 3.*format 1 or 2"),
+        (lambda about: about.update(format=2), "format 2 with 0 resident bytes"),
+        (lambda about: about.update(resident_nbytes=8), "format 1 with 8 resident bytes"),
         (lambda about: about.pop("bound"), "header"),
         (lambda about: about.update(bound="round"), "bound 'round'"),
         (lambda about: about.update(nbytes=15), "16 bytes a token in layer 0"),

@@ -36,17 +36,32 @@ def test_divergence_and_its_gradient_are_those_of_whole_logits(monkeypatch: pyte
     assert float(head_divergence(wanted, wanted, head)) == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_the_frozen_model_is_the_model(tiny_source: Any, architecture: str) -> None:
-    weights = DecoderWeights.read(tiny_source.with_config(architecture=architecture))
+@pytest.mark.parametrize(("architecture", "windows"), [("llama", ()), ("qwen3", ()), ("qwen3", (24, 0))])
+def test_the_frozen_model_is_the_model(tiny_source: Any, architecture: str, windows: tuple[int, ...]) -> None:
+    weights = DecoderWeights.read(tiny_source.with_config(architecture=architecture, windows=windows))
     model = FrozenModel(weights)
     expected = forward_text(weights, TOKENS[0].tolist())
     made = model.states(TOKENS[:2])[0].float() @ weights.head.T
     assert (made - expected).norm() < 0.03 * expected.norm()
 
 
-def test_a_model_continues_as_it_predicts(tiny_source: Any) -> None:
-    weights = DecoderWeights.read(tiny_source)
+def test_only_layers_that_attend_to_all_are_replaced(tiny_source: Any) -> None:
+    weights = DecoderWeights.read(tiny_source.with_config(windows=(24, 0)))
+    asked: list[int] = []
+
+    def replaced(index: int, x: Tensor, queries: Tensor) -> Tensor:
+        asked.append(index)
+        return x @ weights.layers[1].projections["qkv"][queries.shape[-1] :].T
+
+    model = FrozenModel(weights)
+    made, own = model.states(TOKENS[:2], replaced).float(), model.states(TOKENS[:2]).float()
+    assert asked == [0]
+    assert (made - own).norm() < 0.03 * own.norm()
+
+
+@pytest.mark.parametrize("windows", [(), (16, 0)])
+def test_a_model_continues_as_it_predicts(tiny_source: Any, windows: tuple[int, ...]) -> None:
+    weights = DecoderWeights.read(tiny_source.with_config(windows=windows))
     sharp = FrozenModel(replace(weights, head=weights.head * 100))
     text = continue_text(sharp, TOKENS[:3, :7], 40, seed=5)
     assert torch.equal(text[:, :7], TOKENS[:3, :7])
