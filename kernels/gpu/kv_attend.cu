@@ -4,6 +4,7 @@
 // tokens in low bits. Copies of a warp's next tile run while it works on this one. Warps of a block are merged here,
 // blocks by the kernel that comes after.
 
+#include "kv_correct.cuh"
 #include "kv_tiles.cuh"
 
 const int WARPS = 4, PIECE = 16;
@@ -207,55 +208,52 @@ __device__ __forceinline__ void merge_warps(State<D, SETS>& state, float* memory
   }
 }
 
-// TOKENS: tokens of a group whose weights are told, 0 for none. Blocks: batch · kv_heads · splits.
+struct Given {  // what a launch is about
+  const u16 *queries, *new_keys, *new_values;
+  const int *positions, *table;
+  Half keys, values;
+  Exact exact;
+  Result result;
+  int kv_heads, splits, pieces, most_tiles;
+};
+
+// One block's part of what is resident, or in float16. TOKENS: tokens of a group whose weights are told, 0 for none.
 template <int D, int KEY_BITS, int VALUE_BITS, int HEADS, int TOKENS>
-__global__ void __launch_bounds__(32 * WARPS, HEADS > 4 ? 2 : 3)
-kv_attend(const u16* queries, const u16* new_keys, const u16* new_values, const int* positions, const u8* key_codes,
-          const u16* key_scale, const u16* key_zero, const u16* key_other, const u8* value_codes,
-          const u16* value_scale, const u16* value_zero, const u16* value_other, const int* table, u16* sink_keys,
-          u16* sink_values, u16* tail_keys, u16* tail_values, float* turned, float* parts, float* tops, float* totals,
-          float* sums, float* tile_tops, int kv_heads, int splits, int pieces, int most_tiles) {
+__device__ __forceinline__ void attend_split(const Given& in, int split, int of_head) {
   const int SETS = HEADS > 4 ? 2 : 1;
   typedef Staged<D, KEY_BITS, true> Keys;
   typedef Staged<D, VALUE_BITS, false> Values;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int split = blockIdx.x % splits, of_head = blockIdx.x / splits, sequence = of_head / kv_heads;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, splits = in.splits;
+  const int sequence = of_head / in.kv_heads;
   const size_t head0 = (size_t)of_head * HEADS;
   float* staged_queries = (float*)block_memory;
   float* units = staged_queries + 4 * SETS * D;
   u8* all = (u8*)(units + 4 * SETS);
   u8 *keys = all + warp * (Keys::BYTES + Values::BYTES), *values = keys + Keys::BYTES;
-  const Half key_half = {key_codes, key_scale, key_zero, key_other};
-  const Half value_half = {value_codes, value_scale, value_zero, value_other};
-  const Result result = {turned, parts, tops, totals, sums, tile_tops};
-  let_next_kernel_start();
-  wait_for_previous_kernel();
-
-  const int position = load_int(positions + sequence), tiles = max(0, position / TILE - 1);
+  const int position = load_int(in.positions + sequence), tiles = max(0, position / TILE - 1);
   const int in_tail = position >= TILE ? position % TILE + 1 : 0;
   const int before = (min(position + 1, TILE) + PIECE - 1) / PIECE + (in_tail + PIECE - 1) / PIECE;
   const int stride = splits * WARPS, unit = split * WARPS + warp;
   // Pieces come first in the order of units, and a warp's first tile is under way while it attends to them.
   int tile = unit < before ? unit + (before - unit + stride - 1) / stride * stride - before : unit - before;
-  const int* blocks = table + (size_t)sequence * most_tiles;
-  auto at = [&](int block) { return (long long)block * kv_heads + of_head % kv_heads; };
+  const int* blocks = in.table + (size_t)sequence * in.most_tiles;
+  auto at = [&](int block) { return (long long)block * in.kv_heads + of_head % in.kv_heads; };
   if (tile < tiles) {
     const long long first = at(load_int(blocks + tile));
-    Keys::copy(keys, key_half, first, lane);
+    Keys::copy(keys, in.keys, first, lane);
     commit_copies();
-    Values::copy(values, value_half, first, lane);
+    Values::copy(values, in.values, first, lane);
     commit_copies();
   }
   int next = tile + stride < tiles ? load_int(blocks + tile + stride) : 0;
-  take_queries<D, HEADS, SETS>(staged_queries, units, queries + head0 * D, split ? nullptr : turned + head0 * D, warp,
-                               lane);
+  take_queries<D, HEADS, SETS>(staged_queries, units, in.queries + head0 * D,
+                               split ? nullptr : in.result.queries + head0 * D, warp, lane);
   __syncthreads();
 
   State<D, SETS> state = {};
 #pragma unroll
   for (int set = 0; set < SETS; set++) state.most[set] = NONE;
-  const Exact exact = {sink_keys, sink_values, tail_keys, tail_values};
-  attend_pieces<D, SETS>(state, exact, new_keys + (size_t)of_head * D, new_values + (size_t)of_head * D, of_head,
+  attend_pieces<D, SETS>(state, in.exact, in.new_keys + (size_t)of_head * D, in.new_values + (size_t)of_head * D, of_head,
                          position, unit, stride, staged_queries, units, lane);
   for (; tile < tiles; tile += stride) {
     const bool more = tile + stride < tiles;
@@ -264,17 +262,84 @@ kv_attend(const u16* queries, const u16* new_keys, const u16* new_values, const 
     __syncwarp();
     key_logits<D, KEY_BITS, SETS>(weights, keys, staged_queries, units, g, q);
     __syncwarp();
-    if (more) Keys::copy(keys, key_half, at(next), lane);
+    if (more) Keys::copy(keys, in.keys, at(next), lane);
     commit_copies();
     weigh<D>(state, weights, true, true);
-    if (TOKENS) tell_groups<D, HEADS, TOKENS ? TOKENS : 4, SETS>(state, weights, result, head0, most_tiles, tile, g, q);
+    if (TOKENS)
+      tell_groups<D, HEADS, TOKENS ? TOKENS : 4, SETS>(state, weights, in.result, head0, in.most_tiles, tile, g, q);
     wait_for_copies();
     __syncwarp();
     mix_values<D, VALUE_BITS, SETS>(state, weights, values, g, q);
     __syncwarp();
-    if (more) Values::copy(values, value_half, at(next), lane);
+    if (more) Values::copy(values, in.values, at(next), lane);
     commit_copies();
     if (tile + 2 * stride < tiles) next = load_int(blocks + tile + 2 * stride);
   }
-  merge_warps<D, HEADS, SETS>(state, (float*)all, result, head0, pieces, split, warp, lane);
+  merge_warps<D, HEADS, SETS>(state, (float*)all, in.result, head0, in.pieces, split, warp, lane);
+}
+
+// Blocks: batch · kv_heads · splits.
+template <int D, int KEY_BITS, int VALUE_BITS, int HEADS, int TOKENS>
+__global__ void __launch_bounds__(32 * WARPS, HEADS > 4 ? 2 : 3)
+kv_attend(const u16* queries, const u16* new_keys, const u16* new_values, const int* positions, const u8* key_codes,
+          const u16* key_scale, const u16* key_zero, const u16* key_other, const u8* value_codes,
+          const u16* value_scale, const u16* value_zero, const u16* value_other, const int* table, u16* sink_keys,
+          u16* sink_values, u16* tail_keys, u16* tail_values, float* turned, float* parts, float* tops, float* totals,
+          float* sums, float* tile_tops, int kv_heads, int splits, int pieces, int most_tiles) {
+  const Given in = {queries, new_keys, new_values, positions, table,
+                    {key_codes, key_scale, key_zero, key_other}, {value_codes, value_scale, value_zero, value_other},
+                    {sink_keys, sink_values, tail_keys, tail_values}, {turned, parts, tops, totals, sums, tile_tops},
+                    kv_heads, splits, pieces, most_tiles};
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  attend_split<D, KEY_BITS, VALUE_BITS, HEADS, TOKENS>(in, blockIdx.x % splits, blockIdx.x / splits);
+}
+
+// One block's part of what fetched records change.
+template <int D, int KEY_BITS, int VALUE_BITS, int KEY_FINE, int VALUE_FINE, int HEADS, int GROUP>
+__device__ __forceinline__ void correct_split(const Given& in, const Fetched& fetched, int refiner, int refiners,
+                                              int of_head) {
+  const int SETS = HEADS > 4 ? 2 : 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const size_t head0 = (size_t)of_head * HEADS;
+  float* staged_queries = (float*)block_memory;
+  float* units = staged_queries + 4 * SETS * D;
+  take_queries<D, HEADS, SETS>(staged_queries, units, in.queries + head0 * D, nullptr, warp, lane);
+  __syncthreads();
+  float query[HEADS][D / 32];
+#pragma unroll
+  for (int h = 0; h < HEADS; h++)
+#pragma unroll
+    for (int c = 0; c < D / 32; c++) {
+      const int channel = D / 32 * lane + c;
+      query[h][c] = staged_queries[h * D + spot(channel & ~3) + (channel & 3)] * units[h];
+    }
+  const Parts to = {in.result.parts, in.result.tops, in.result.totals, head0, in.pieces, in.splits + refiner};
+  const int* blocks = in.table + (size_t)(of_head / in.kv_heads) * in.most_tiles;
+  correct_fetched<D, KEY_BITS, VALUE_BITS, KEY_FINE, VALUE_FINE, HEADS, GROUP, WARPS>(
+      query, in.keys, in.values, blocks, fetched, of_head, in.kv_heads, refiner, refiners, (u8*)(units + 4 * SETS), to);
+}
+
+// Blocks: batch · kv_heads · (splits + refiners), those that refine first: they should not be what is waited for.
+template <int D, int KEY_BITS, int VALUE_BITS, int KEY_FINE, int VALUE_FINE, int HEADS, int GROUP>
+__global__ void __launch_bounds__(32 * WARPS, HEADS > 4 ? 2 : 3)
+kv_attend_refined(const u16* queries, const u16* new_keys, const u16* new_values, const int* positions,
+                  const u8* key_codes, const u16* key_scale, const u16* key_zero, const u16* key_other,
+                  const u8* value_codes, const u16* value_scale, const u16* value_zero, const u16* value_other,
+                  const int* table, u16* sink_keys, u16* sink_values, u16* tail_keys, u16* tail_values, float* turned,
+                  float* parts, float* tops, float* totals, float* sums, float* tile_tops, int kv_heads, int splits,
+                  int pieces, int most_tiles, const u8* rows, const int* numbers, const int* counts, int owners, int room,
+                  int stride) {
+  const Given in = {queries, new_keys, new_values, positions, table,
+                    {key_codes, key_scale, key_zero, key_other}, {value_codes, value_scale, value_zero, value_other},
+                    {sink_keys, sink_values, tail_keys, tail_values}, {turned, parts, tops, totals, sums, tile_tops},
+                    kv_heads, splits, pieces, most_tiles};
+  const Fetched fetched = {rows, numbers, counts, room, stride};
+  const int refiners = pieces - splits, other = blockIdx.x - owners * refiners;
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  if (other < 0)
+    correct_split<D, KEY_BITS, VALUE_BITS, KEY_FINE, VALUE_FINE, HEADS, GROUP>(in, fetched, blockIdx.x % refiners, refiners,
+                                                                               blockIdx.x / refiners);
+  else
+    attend_split<D, KEY_BITS, VALUE_BITS, HEADS, GROUP>(in, other % splits, other / splits);
 }

@@ -25,12 +25,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from strataflux.kernels.cuda_build import CudaFunction, device_capability, has_fast_path, load_function
 from strataflux.kernels.gpu.early import early_options
+from strataflux.kernels.gpu.kv_correct_triton import correct_portable, tile_codes
 from strataflux.kernels.gpu.kv_turn import turn_head
-from strataflux.kernels.gpu.kv_work import KvTiles, KvWork, check_heads
+from strataflux.kernels.gpu.kv_work import Fetched, KvTiles, KvWork, check_heads, halves_of
 from strataflux.kernels.kv_encode import KvFormat
 from strataflux.kernels.kv_pack import TILE_TOKENS
 
-__all__ = ["instance_name", "kv_attend", "shared_bytes", "tile_codes"]
+__all__ = ["instance_name", "kv_attend", "refined_name", "shared_bytes"]
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 _WARPS: Final = 4
@@ -40,18 +41,6 @@ _ROWS = tl.constexpr(16)
 _TILE = tl.constexpr(TILE_TOKENS)
 _HALF = tl.constexpr(TILE_TOKENS // 2)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def tile_codes(codes: tl.tensor, token: tl.tensor, i: tl.tensor, BITS: tl.constexpr, D: tl.constexpr) -> tl.tensor:
-    """Codes [tokens, D] float32 of ``token`` [tokens] of the tile at ``codes``, channels ``i``."""
-    FIRST: tl.constexpr = 2 if BITS == 3 else BITS
-    at = codes + (token * FIRST // 8)[:, None] * D + i[None, :]
-    found = (tl.load(at).to(tl.int32) >> (token * FIRST % 8)[:, None]) & ((1 << FIRST) - 1)
-    if BITS == 3:
-        high = tl.load(codes + 4 * 8 * D + (token // 8)[:, None] * D + i[None, :]).to(tl.int32)
-        found |= ((high >> (token % 8)[:, None]) & 1) << 2
-    return found.to(tl.float32)
 
 
 @triton.jit
@@ -266,8 +255,16 @@ def instance_name(form: KvFormat, group: int, group_tokens: int) -> str:
     return f"kv_attend<{form.head_dim}, {form.key_bits}, {form.value_bits}, {group}, {group_tokens}>"
 
 
+def refined_name(form: KvFormat, group: int) -> str:
+    """The template instance that refines as well."""
+    bits = f"{form.key_bits}, {form.value_bits}, {form.refine_key_bits}, {form.refine_value_bits}"
+    return f"kv_attend_refined<{form.head_dim}, {bits}, {group}, {form.group_tokens}>"
+
+
 def shared_bytes(form: KvFormat, group: int) -> int:
-    """Shared memory of one of its blocks: a tile a warp, and queries."""
+    """Shared memory of one of its blocks: queries, and for each warp a tile, which is more than a record or an output
+    of all heads.
+    """
     sets = 2 if group > 4 else 1
     return _WARPS * form.tile_bytes + 4 * 4 * sets * (form.head_dim + 1)
 
@@ -279,6 +276,7 @@ def kv_attend(
     positions: Tensor,
     cache: KvTiles,
     work: KvWork,
+    fetched: Fetched | None = None,
     *,
     path: Literal["cuda", "triton"] | None = None,
     early: bool = False,
@@ -293,6 +291,8 @@ def kv_attend(
         positions: [batch] int32 on the device: where these tokens come; at most ``(work.tiles + 2) · 128 - 1``.
         cache: all tiles before the newest 1 to 128 tokens are encoded.
         work: of the same sizes; overwritten.
+        fetched: records by which the refiners' parts correct the others beside them; ``work`` has refiners then. None:
+            their parts are left alone.
         path: ``"cuda"`` or ``"triton"``; where None the first that this machine has.
         early: start while the kernel before still runs.
 
@@ -307,10 +307,8 @@ def kv_attend(
             f"queries {list(queries.shape)}, new keys {list(new_keys.shape)}, table {list(cache.table.shape)}: the "
             f"work memory is for {work.batch} sequences, {work.heads} heads, {work.tiles} tiles and {work.form}"
         )
-    halves = [t for half in (cache.keys, cache.values) for t in (half.codes, half.scale, half.zero, half.other)]
-    exact = cache[4:]
     left = (work.queries, work.parts, work.tops, work.totals, work.sums, work.tile_tops)
-    tensors = (queries, new_keys, new_values, positions, *halves, cache.table, *exact, *left)
+    tensors = (queries, new_keys, new_values, positions, *halves_of(cache), cache.table, *cache[4:], *left)
     sizes = (cache.kv_heads, work.splits, work.splits + work.refiners, work.tiles)
     blocks = batch * cache.kv_heads * work.splits
     if path == "triton" or (path is None and not has_fast_path(queries)):
@@ -326,13 +324,20 @@ def kv_attend(
             num_stages=1,
             **early_options(queries, early),
         )
+        if fetched is not None:
+            correct_portable(cache, work, fetched)
         return
     device = queries.get_device()
-    size = shared_bytes(form, group)
-    function = _function(instance_name(form, group, work.group_tokens), size, device)
-    pointers = [np.uint64(tensor.data_ptr()) for tensor in tensors]
+    size, name = shared_bytes(form, group), instance_name(form, group, work.group_tokens)
+    arguments: list[np.generic] = [np.uint64(tensor.data_ptr()) for tensor in tensors]
+    arguments += [np.int32(value) for value in sizes]
+    if fetched is not None:
+        owners, room = fetched.numbers.shape
+        name, blocks = refined_name(form, group), blocks + owners * work.refiners
+        arguments += [np.uint64(t.data_ptr()) for t in (fetched.rows, fetched.numbers, fetched.listed.counts)]
+        arguments += [np.int32(value) for value in (owners, room, fetched.rows.shape[2])]
     starts_early = early and device_capability(device) >= (9, 0)
-    arguments: list[np.generic] = [*pointers, *(np.int32(value) for value in sizes)]
+    function = _function(name, size, device)
     function.launch(blocks, 32 * _WARPS, arguments, early=starts_early, shared_bytes=size)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from strataflux.kernels.cuda_build import device_capability, has_fast_path, load_function
 from strataflux.kernels.gpu.kv_refine_triton import refine_portable
-from strataflux.kernels.gpu.kv_work import KvTiles, KvWork
+from strataflux.kernels.gpu.kv_work import KvTiles, KvWork, halves_of
 from strataflux.kernels.kv_encode import KvFormat
 
 __all__ = ["instance_name", "kv_refine"]
@@ -72,10 +72,9 @@ def kv_refine(
         refine_portable(positions, cache, work, where, (table, first_oid), early=early)
         return
     form, owners, device = cache.form, work.shares.shape[0], positions.get_device()
-    halves = [t for half in (cache.keys, cache.values) for t in (half.codes, half.scale, half.zero, half.other)]
-    lists = cache.table, work.shares, work.chosen, work.found
-    tensors = (work.queries, *halves, *lists, work.parts, work.tops, work.totals, *where)
-    sizes = (table, cache.kv_heads, work.splits, work.refiners, work.tiles, work.chosen.shape[1])
+    lists = cache.table, work.shares, work.listed.groups, work.listed.counts
+    tensors = (work.queries, *halves_of(cache), *lists, work.parts, work.tops, work.totals, *where)
+    sizes = (table, cache.kv_heads, work.splits, work.refiners, work.tiles, work.listed.groups.shape[1])
     arguments: list[np.generic] = [np.uint64(tensor.data_ptr()) for tensor in tensors]
     arguments += [np.int64(first_oid), *(np.int32(size) for size in sizes)]
     group = work.heads // cache.kv_heads

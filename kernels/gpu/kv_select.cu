@@ -172,8 +172,8 @@ __device__ __forceinline__ void rank(u32 (&before)[Held<THREADS>::FOURS], const 
 // Lists the selected groups of a KV head, ascending, and leaves the key of the weakest. Blocks: batch · kv_heads.
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
-kv_choose(const int* positions, const float* shares, u32* bins, i64* floors, int* chosen, int* found, int kv_heads,
-          int most_groups, int room, int of_tile, i64 numerator, i64 denominator) {
+kv_choose(const int* positions, const float* shares, u32* bins, i64* floors, int* chosen, u32* strengths, int* found,
+          int kv_heads, int most_groups, int room, int of_tile, i64 numerator, i64 denominator) {
   static_assert(2 * THREADS >= BINS, "a thread has two bins");
   typedef Held<THREADS> Part;
   __shared__ u32 counted[BINS], rows[Part::FOURS][THREADS / 32], all[Part::FOURS];
@@ -230,7 +230,8 @@ kv_choose(const int* positions, const float* shares, u32* bins, i64* floors, int
         const int share = (int)held.of[j].bits[i], group = held.first(base, j) + i;
         const bool tie = share == (int)floor;
         if (share < (int)floor || (tie && ties >= at.wanted)) continue;
-        chosen[(size_t)owner * room + ups + min(ties, at.wanted)] = group;
+        const size_t place = (size_t)owner * room + ups + min(ties, at.wanted);
+        chosen[place] = group, strengths[place] = (u32)share;
         if (tie && ties == at.wanted - 1) floors[owner] = (i64)floor << 32 | (0x7FFFFFFF - group);
         if (tie) ties++;
         else ups++;

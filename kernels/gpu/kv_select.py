@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from strataflux.kernels.cuda_build import device_capability, has_fast_path, load_function
 from strataflux.kernels.gpu.early import early_options
-from strataflux.kernels.gpu.kv_work import BINS_LOG2, KvWork
+from strataflux.kernels.gpu.kv_work import BINS_LOG2, KvWork, Listed
 from strataflux.kernels.kv_pack import TILE_TOKENS
 
 __all__ = ["kv_select", "select_reference", "share_key"]
@@ -166,20 +166,54 @@ def _pick(
             tl.store(counts + 2 * owner + tl.arange(0, 2), tl.zeros((2,), tl.int32))
 
 
+@triton.jit
+def _list(
+    positions: tl.tensor,
+    shares: tl.tensor,
+    floors: tl.tensor,
+    listed: tl.tensor,
+    counts: tl.tensor,
+    strengths: tl.tensor,
+    kv_heads: tl.tensor,
+    most_groups: tl.tensor,
+    room: tl.tensor,
+    OF_TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    owner = tl.program_id(0)
+    count = tl.maximum(tl.load(positions + owner // kv_heads) // _TILE - 1, 0) * OF_TILE
+    floor = tl.load(floors + owner)
+    found = tl.zeros((), tl.int32)
+    for first in range(0, count, CHUNK):
+        group = first + tl.arange(0, CHUNK)
+        share = tl.load(shares + owner.to(tl.int64) * most_groups + group, mask=group < count, other=0.0)
+        chosen = (group < count) & (share_key(share, group) >= floor)
+        at = owner.to(tl.int64) * room + found + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(listed + at, group, mask=chosen)
+        tl.store(strengths + at, share, mask=chosen)
+        found += tl.sum(chosen.to(tl.int32), 0)
+    tl.store(counts + owner, found)
+
+
 def kv_select(
     positions: Tensor,
     work: KvWork,
     fraction: Fraction,
+    listed: Listed | None = None,
     *,
     path: Literal["cuda", "triton"] | None = None,
     early: bool = False,
 ) -> None:
-    """Find each KV head's floor from what attention left. Queued on the current stream; no allocation.
+    """Find each KV head's floor from what attention left, and list its selected groups. Queued on the current stream;
+    no allocation.
 
     Args:
         positions: as given to :func:`~strataflux.kernels.gpu.kv_attend.kv_attend`.
         work: made with refiners; shares and floors are overwritten.
         fraction: how many of the groups in tiles are selected, above 0 and at most 1.
+        listed: overwritten with them, with room for all; None: the list that ``work`` has, and on the portable path
+            none, since its refinement goes by the floor. With a list of its own selection is taken to run beside other
+            work: no block of it waits on the device for another.
         path: ``"cuda"`` or ``"triton"``; where None the first that this machine has. Refinement takes the same.
         early: start while the kernel before still runs.
 
@@ -190,11 +224,13 @@ def kv_select(
         raise ValueError(f"a fraction of {fraction} with {work.refiners} refiners: above 0, at most 1, and 1 or more")
     if path == "triton" or (path is None and not has_fast_path(positions)):
         _bisected(positions, work, fraction, early)
+        if listed is not None:
+            _list_portable(positions, work, listed)
     else:
-        _counted(positions, work, fraction, early)
+        _counted(positions, work, fraction, listed, early)
 
 
-def _counted(positions: Tensor, work: KvWork, fraction: Fraction, early: bool) -> None:
+def _counted(positions: Tensor, work: KvWork, fraction: Fraction, listed: Listed | None, early: bool) -> None:
     """The fast path."""
     owners, device = work.shares.shape[0], positions.get_device()
     kv_heads, (groups, of_tile) = owners // work.batch, (work.shares.shape[1], work.form.groups_per_tile)
@@ -207,12 +243,13 @@ def _counted(positions: Tensor, work: KvWork, fraction: Fraction, early: bool) -
     arguments += [np.int32(size) for size in sizes]
     shares.launch(owners * chunks, _COUNTING_THREADS, arguments, early=early and hopper)
     choose = load_function(_SOURCE, f"kv_choose<{_CHOOSING_THREADS}>", device)
-    left = (work.shares, work.bins, work.floors, work.chosen, work.found)
+    to = work.listed if listed is None else listed
+    left = (work.shares, work.bins, work.floors, to.groups, to.strengths, to.counts)
     arguments = [np.uint64(tensor.data_ptr()) for tensor in (positions, *left)]
-    arguments += [np.int32(size) for size in (kv_heads, groups, work.chosen.shape[1], of_tile)]
+    arguments += [np.int32(size) for size in (kv_heads, groups, to.groups.shape[1], of_tile)]
     arguments += [np.int64(fraction.numerator), np.int64(fraction.denominator)]
-    # Few blocks wait for few others: that never hurts.
-    choose.launch(owners, _CHOOSING_THREADS, arguments, early=hopper)
+    # Few blocks wait for few others: that hurts nobody but who would run in their place.
+    choose.launch(owners, _CHOOSING_THREADS, arguments, early=hopper and listed is None)
 
 
 def _bisected(positions: Tensor, work: KvWork, fraction: Fraction, early: bool) -> None:
@@ -256,4 +293,22 @@ def _bisected(positions: Tensor, work: KvWork, fraction: Fraction, early: bool) 
         KEYS=_BISECTED,
         num_warps=8,
         **early_options(positions, early),
+    )
+
+
+def _list_portable(positions: Tensor, work: KvWork, listed: Listed) -> None:
+    owners, groups = work.shares.shape
+    _list[(owners,)](
+        positions,
+        work.shares,
+        work.floors,
+        listed.groups,
+        listed.counts,
+        listed.strengths,
+        owners // work.batch,
+        groups,
+        listed.groups.shape[1],
+        OF_TILE=work.form.groups_per_tile,
+        CHUNK=_CHUNK,
+        num_warps=4,
     )

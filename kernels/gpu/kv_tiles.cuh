@@ -6,9 +6,7 @@
 // 10 below theirs: 15 bits are kept, of logits an error of 3e-5 or a few. In both products lane 4g + q ends with head q
 // (and q + 4): of the logits with tokens 4g … 4g + 3 of each 32, of the output with channels D/8 · g …
 
-#include "device.cuh"
-
-typedef unsigned char u8;
+#include "kv_half.cuh"
 
 #ifndef HOST_EMULATION  // a test compiles the rest for the host and brings its own versions of these
 extern __shared__ uint4 block_memory[];
@@ -58,13 +56,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
 #endif
 
 const u32 EVERY = 0xFFFFFFFFu;
-const int TILE = 128;
-#define NONE __int_as_float(0xFF800000)  // minus infinity
-
-struct Half {  // keys or values of tiles [blocks, kv_heads, ...]
-  const u8* codes;
-  const u16 *scale, *zero, *other;
-};
 
 // --- codes ------------------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,20 @@ import torch
 from torch import Tensor
 
 from strataflux.kernels.kv_encode import HalfTiles, KvFormat
+from strataflux.proto.layout import slot_bytes
 
-__all__ = ["BINS_LOG2", "HEAD_DIMS", "MAX_GROUP", "KvTiles", "KvWork", "check_heads", "default_splits"]
+__all__ = [
+    "BINS_LOG2",
+    "HEAD_DIMS",
+    "MAX_GROUP",
+    "Fetched",
+    "KvTiles",
+    "KvWork",
+    "Listed",
+    "check_heads",
+    "default_splits",
+    "halves_of",
+]
 
 HEAD_DIMS: Final = (64, 128)
 """Head sizes that have kernels."""
@@ -50,6 +62,48 @@ class KvTiles(NamedTuple):
     def kv_heads(self) -> int:
         """KV heads of the layer."""
         return self.sink_keys.shape[1]
+
+
+def halves_of(cache: KvTiles) -> list[Tensor]:
+    """Codes and scales of keys, then of values, as kernels take them."""
+    return [t for half in (cache.keys, cache.values) for t in (half.codes, half.scale, half.zero, half.other)]
+
+
+class Listed(NamedTuple):
+    """Selected groups of each KV head, ascending."""
+
+    groups: Tensor
+    """[batch · kv_heads, room] int32, counted from the first one of tile 1."""
+    counts: Tensor
+    """[batch · kv_heads] int32: how many there are."""
+    strengths: Tensor
+    """[batch · kv_heads, room] float32: their shares of the attention."""
+
+    @classmethod
+    def empty(cls, owners: int, room: int, device: torch.device) -> "Listed":
+        """Room for so many; none are selected."""
+        groups = torch.zeros(owners, room, dtype=torch.int32, device=device)
+        return cls(groups, torch.zeros_like(groups[:, 0]), torch.zeros_like(groups, dtype=torch.float32))
+
+
+class Fetched(NamedTuple):
+    """Records in device memory, of groups that were selected a step ago, in one layer."""
+
+    listed: Listed
+    numbers: Tensor
+    """[batch · kv_heads, room] int32: the groups again, -1 where the record was absent."""
+    rows: Tensor
+    """[batch · kv_heads, room, slot bytes] uint8: their records."""
+    places: Tensor
+    """[batch · kv_heads, room] int64: the address of each row."""
+
+    @classmethod
+    def empty(cls, owners: int, room: int, record_bytes: int, device: torch.device) -> "Fetched":
+        """Room for so many; nothing was fetched."""
+        listed = Listed.empty(owners, room, device)
+        rows = torch.zeros(owners, room, slot_bytes(record_bytes), dtype=torch.uint8, device=device)
+        places = torch.arange(owners * room, device=device).view(owners, room) * rows.shape[2] + rows.data_ptr()
+        return cls(listed, torch.full_like(listed.groups, -1), rows, places)
 
 
 def check_heads(head_dim: int, heads: int, kv_heads: int) -> int:
@@ -89,6 +143,7 @@ class KvWork:
         counts: [batch · kv_heads, 2] int32, of ``keys`` and of programs that are done; zeros between steps.
         floors: [batch · kv_heads] int64: a group is selected if its key is not below; the key is the share's bits over
             the inverted group number.
+        listed: the selected groups, where no other list was given.
         groups: [batch · kv_heads, refiners, most] int32, what each refiner has to do; ``addresses`` int64.
     """
 
@@ -141,7 +196,7 @@ class KvWork:
         self.shares, self.bins = room(owners, groups), room(owners, 1 << BINS_LOG2, dtype=torch.int32)
         self.keys, self.counts = room(owners, groups, dtype=torch.int64), room(owners, 2, dtype=torch.int32)
         self.floors = room(owners, dtype=torch.int64)
-        self.chosen, self.found = room(owners, groups, dtype=torch.int32), room(owners, dtype=torch.int32)
+        self.listed = Listed.empty(owners, groups, device)
         self.groups = room(owners, max(refiners, 1), self.most, dtype=torch.int32)
         self.addresses = room(owners, max(refiners, 1), self.most, dtype=torch.int64)
 

@@ -23,14 +23,13 @@ from strataflux.kernels.gpu.select import score_thresholds
 from strataflux.kernels.gpu.step import begin_step, end_step
 from strataflux.kernels.kv_encode import KvFormat
 from strataflux.kernels.select import SCORE_THRESHOLDS
-from strataflux.proto import layout
 from tests.fakes.emulation import EmulatedKernels
 from tests.fakes.gpu_side import Side
 from tests.fakes.kv_device import Case, attend_exactly, make_case
+from tests.fakes.kv_side import LAYER, side_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-LAYERS, LAYER = 2, 1
 FORMS = [
     (KvFormat(2, 2, 64, 4, 4, 2), 4),
     (KvFormat(1, 3, 64, 1, 3, 8), 3),
@@ -78,7 +77,7 @@ def keys_at_or_above(work: KvWork, owner: int, groups: int) -> set[int]:
 
 def listed(work: KvWork, owner: int) -> list[int]:
     """The groups of a KV head in the fast path's list."""
-    chosen: list[int] = work.chosen[owner, : int(work.found[owner])].tolist()
+    chosen: list[int] = work.listed.groups[owner, : int(work.listed.counts[owner])].tolist()
     return chosen
 
 
@@ -119,33 +118,6 @@ def test_equal_shares_go_by_lower_number(device: torch.device, path: Way, tiles:
         expected = sorted(select_reference(shares, groups // 64).tolist())
         assert sorted(keys_at_or_above(work, 0, groups)) == expected
         assert path == "triton" or listed(work, 0) == expected
-
-
-def side_of(case: Case, missing: set[int], device: torch.device) -> tuple[Side, torch.Tensor, dict[int, int]]:
-    """An attachment whose KV table 1 holds the records of all blocks but those ``missing``; bases; slots by id."""
-    form, kv_heads = case.cache.form, case.cache.kv_heads
-    blocks, per = len(case.records), form.groups_per_tile
-    a_block = LAYERS * kv_heads * per
-    side = Side((blocks + 1) * a_block, device)
-    ab.set_table(side.host, 1, int(side.host[ab.TABLES + 4]), (blocks + 1) * a_block, kv=True)
-    side.block = side.copy_block()
-    bases = torch.arange(1, blocks + 1) * a_block  # the block's place is not its id
-    units = layout.slot_bytes(form.record_bytes) // layout.SLOT_UNIT_BYTES
-    slots = side.slots.reshape(-1, layout.SLOT_UNIT_BYTES * units)
-    where, at = {}, 0
-    for place in case.cache.table.flatten().tolist():
-        for head in range(kv_heads):
-            for group in range(per):
-                oid = int(bases[place]) + (LAYER * kv_heads + head) * per + group
-                if oid % 7 in missing or at == len(slots):
-                    side.words[oid] = layout.ENTRY_ABSENT
-                    continue
-                side.words[oid] = at * units + 1
-                slots[at, : form.record_bytes] = case.records[place, head, group].cpu().numpy()
-                where[oid] = at * units
-                at += 1
-    side.daemon["clock"] = 5
-    return side, bases.to(device), where
 
 
 @pytest.mark.parametrize("missing", [set(), {1, 4}])

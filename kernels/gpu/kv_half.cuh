@@ -1,0 +1,12 @@
+// What every kernel over a low-bit KV cache means by a tile and by a half of it.
+#pragma once
+#include "device.cuh"
+
+typedef unsigned char u8;
+const int TILE = 128;
+#define NONE __int_as_float(0xFF800000)  // minus infinity
+
+struct Half {  // keys or values of tiles [blocks, kv_heads, ...]
+  const u8* codes;
+  const u16 *scale, *zero, *other;
+};

@@ -1,0 +1,210 @@
+"""Groups selected a step ago: asked for ahead, fetched, and refined by attention's own launch; both paths."""
+
+import shutil
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
+
+from strataflux.client import attach_block as ab
+from strataflux.kernels.gpu import kv_attend as kv_attend_module
+from strataflux.kernels.gpu import kv_fetch as kv_fetch_module
+from strataflux.kernels.gpu import kv_select as kv_select_module
+from strataflux.kernels.gpu.kv_attend import kv_attend, refined_name
+from strataflux.kernels.gpu.kv_fetch import KvRecords, instance_name, kv_fetch
+from strataflux.kernels.gpu.kv_merge import kv_merge
+from strataflux.kernels.gpu.kv_select import kv_select, select_reference
+from strataflux.kernels.gpu.kv_work import Fetched, KvWork
+from strataflux.kernels.gpu.select import score_thresholds
+from strataflux.kernels.gpu.step import begin_step, end_step
+from strataflux.kernels.kv_encode import KvFormat
+from strataflux.proto import layout
+from tests.fakes.emulation import EmulatedKernels
+from tests.fakes.gpu_side import Side
+from tests.fakes.kv_device import attend_exactly, make_case
+from tests.fakes.kv_side import LAYER, side_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+FORMS = [
+    (KvFormat(2, 2, 64, 4, 4, 2), 4),
+    (KvFormat(1, 3, 64, 1, 3, 8), 3),
+    (KvFormat(4, 1, 128, 2, 0, 16), 1),
+    (KvFormat(3, 2, 64, 0, 4, 4), 8),
+]
+FRACTION = Fraction(1, 5)
+POSITIONS, TILES = (400, 300), 3
+BOUNDS = {"triton": 2e-5, "cuda": 1e-4}
+"""Relative errors, as of attention itself; what refinement takes out has them, too."""
+Way = Literal["cuda", "triton"]
+
+
+@pytest.fixture(scope="module")
+def emulations(tmp_path_factory: pytest.TempPathFactory) -> dict[object, EmulatedKernels]:
+    """The CUDA sources with the instances of these tests, for the host."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the CUDA source for the host with")
+    sources: dict[object, set[str]] = {
+        kv_attend_module: {refined_name(form, group) for form, group in FORMS},
+        kv_select_module: {f"kv_shares<{group}, 256>" for _, group in FORMS} | {"kv_choose<1024>"},
+        kv_fetch_module: {instance_name(form) for form, _ in FORMS},
+    }
+    return {
+        module: EmulatedKernels(
+            Path(module.__file__).with_suffix(".cu"),  # type: ignore[attr-defined]
+            sorted(instances),
+            tmp_path_factory.mktemp("emulated"),
+        )
+        for module, instances in sources.items()
+    }
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+    """Both paths; without a GPU the CUDA sources run in blocks of fibers."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        for module, functions in request.getfixturevalue("emulations").items():
+            monkeypatch.setattr(module, "load_function", functions)
+            monkeypatch.setattr(module, "device_capability", lambda _: (8, 0), raising=False)
+    which: Way = request.param
+    return which
+
+
+class Steps:
+    """A cache, its records, and the steps that are made with them."""
+
+    def __init__(self, form: KvFormat, group: int, missing: set[int], device: torch.device, path: Way) -> None:
+        self.case = make_case(form, 1, group, POSITIONS, TILES, device, seed=3)
+        self.side, self.bases, self.where = side_of(self.case, missing, device)
+        self.path, self.device = path, device
+        self.work = KvWork(form, 2, group, 1, TILES, device, splits=2, refiners=3)
+        room = self.work.selected_groups(FRACTION, TILES)
+        self.fetched = Fetched.empty(2, room, form.record_bytes, device)
+
+    def attend(self) -> torch.Tensor:
+        """Attention with what was fetched."""
+        case, out = self.case, torch.full_like(self.case.queries, torch.nan, dtype=torch.float32)
+        new = case.queries, case.new_keys, case.new_values
+        kv_attend(*new, case.positions, case.cache, self.work, self.fetched, path=self.path)
+        kv_merge(self.work, out)
+        return out.double()
+
+    def select_and_fetch(self) -> None:
+        """Ask for what attention just selected, and fetch it at once."""
+        listed, first = self.fetched.listed, LAYER * self.case.cache.form.groups_per_tile
+        kv_select(self.case.positions, self.work, FRACTION, listed, path=self.path)
+        records = KvRecords(self.side.block, score_thresholds(self.device), self.bases, 1)
+        kv_fetch(self.case.cache, records, (listed, first), (self.fetched, first), path=self.path)
+
+    def step(self) -> torch.Tensor:
+        """One step; its output."""
+        begin_step(self.side.block)
+        out = self.attend()
+        self.select_and_fetch()
+        end_step(self.side.block)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return out
+
+    def selected(self, index: int, tiles: int) -> list[int]:
+        """Groups that a sequence selects, by definition."""
+        shares = attend_exactly(self.case, index).shares[0]
+        return sorted(select_reference(shares, self.work.selected_groups(FRACTION, tiles)).tolist())
+
+    def oid(self, index: int, group: int) -> int:
+        """Its record, below 0 for none."""
+        form = self.case.cache.form
+        base = int(self.bases[self.case.cache.table[index, group // form.groups_per_tile]])
+        return -1 if base < 0 else base + LAYER * form.groups_per_tile + group % form.groups_per_tile
+
+
+@pytest.mark.parametrize("missing", [set(), {1, 4}])
+@pytest.mark.parametrize(("form", "group"), FORMS)
+def test_a_step_is_refined_by_what_the_one_before_selected(
+    device: torch.device, path: Way, form: KvFormat, group: int, missing: set[int]
+) -> None:
+    steps = Steps(form, group, missing, device, path)
+    if missing:
+        steps.bases[int(steps.case.cache.table[0, 1])] = -1
+    first, second = steps.step(), steps.step()
+    for index, tiles in enumerate((2, 1)):
+        plain = attend_exactly(steps.case, index)
+        chosen = steps.selected(index, tiles)
+        assert steps.fetched.listed.groups[index, : len(chosen)].tolist() == chosen
+        assert int(steps.fetched.listed.counts[index]) == len(chosen)
+        present = [group for group in chosen if steps.oid(index, group) in steps.where]
+        numbers = steps.fetched.numbers[index, : len(chosen)].tolist()
+        assert numbers == [group if group in present else -1 for group in chosen]
+        refined = torch.zeros_like(plain.shares, dtype=torch.bool)
+        refined[0, present] = True
+        exactly = attend_exactly(steps.case, index, refined).output
+        assert (first[index] - plain.output).norm() < BOUNDS[path] * plain.output.norm()
+        moved = (exactly - plain.output).norm()
+        assert (second[index] - exactly).norm() < BOUNDS[path] * (exactly.norm() + moved)
+        assert not present or moved > 1e-3 * exactly.norm()
+    steps.side.close()
+
+
+def entries(side: Side) -> list[tuple[bool, int]]:
+    """Requests in order: whether each is a prefetch, and of what."""
+    tail = int(side.session["ring_tail"][0])
+    return [(bool(int(e) & layout.PREFETCH), int(e) & layout.OID_MASK) for e in side.ring[:tail]]
+
+
+def test_what_is_asked_ahead_is_no_look_up(device: torch.device, path: Way) -> None:
+    form, group = FORMS[0]
+    steps = Steps(form, group, {1, 4}, device, path)
+    steps.step()
+    every = [steps.oid(i, g) for i, tiles in enumerate((2, 1)) for g in steps.selected(i, tiles)]
+    absent = sorted(oid for oid in every if oid not in steps.where)
+    found = entries(steps.side)
+    assert absent
+    assert sorted(oid for ahead, oid in found if ahead) == absent
+    assert sorted(oid for ahead, oid in found if not ahead) == absent  # looked up at once here, and missed
+    assert int(steps.side.session["kv_lookups"][0]) == len(every)
+    assert int(steps.side.session["kv_hits"][0]) == len(every) - len(absent)
+    stamped = {steps.where[oid] for oid in every if oid in steps.where}
+    assert set(torch.from_numpy(steps.side.stamps == 5).nonzero()[:, 0].tolist()) == stamped
+    steps.side.close()
+
+
+def test_the_rings_second_half_is_for_what_is_missed(device: torch.device, path: Way) -> None:
+    form, group = FORMS[0]
+    steps = Steps(form, group, set(range(7)), device, path)
+    begin_step(steps.side.block)
+    half = 1 << (steps.side.cell(ab.RING_LOG2) - 1)
+    steps.side.block[ab.TAIL] = steps.side.cell(ab.LIMIT) - half
+    before = steps.side.cell(ab.TAIL)
+    steps.attend()
+    steps.select_and_fetch()
+    end_step(steps.side.block)
+    missed = entries(steps.side)[before:]
+    assert missed
+    assert not any(ahead for ahead, _ in missed)
+    steps.side.close()
+
+
+def test_a_fenced_session_fetches_nothing(device: torch.device, path: Way) -> None:
+    form, group = FORMS[0]
+    steps = Steps(form, group, set(), device, path)
+    steps.side.block[ab.ENABLED] = 0
+    first, second = steps.step(), steps.step()
+    assert torch.equal(first, second)
+    assert not steps.side.ring.any()
+    assert not steps.side.stamps.any()
+    assert (steps.fetched.numbers[0, : int(steps.fetched.listed.counts[0])] == -1).all()
+    steps.side.close()
+
+
+def test_an_emptied_list_refines_nothing(device: torch.device, path: Way) -> None:
+    form, group = FORMS[0]
+    steps = Steps(form, group, set(), device, path)
+    first, second = steps.step(), steps.step()
+    assert not torch.equal(first, second)
+    steps.fetched.listed.counts.zero_()
+    assert torch.equal(steps.step(), first)
+    steps.side.close()
