@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,7 @@ def main() -> None:
         window = tokens[start : start + options.context + 1]
         if len(window) <= options.context:
             sys.exit(f"the text has {len(tokens)} tokens; a window of {options.context + 1} at {start} needs more")
-        for name, score in scores_of(weights, window, options.only, not options.exact_tail):
+        for name, score in scores_of(weights, window, options):
             scores.setdefault(name, []).append(score)
             print(f"{start:7d}  {name:34s} kl {score.kl:.5f}  ppl {score.perplexity:.3f}", file=sys.stderr, flush=True)
         print(f"{start:7d}  done in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
@@ -81,6 +82,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--starts", type=integers, default=(5000, 60_000, 120_000, 180_000))
     parser.add_argument("--only", type=lambda text: text.split(","), default=None, help="resident bits, as 2/2,3/2")
+    parser.add_argument("--fractions", nargs="+", help="of groups of 4 tokens, as 0 1/128, instead of the table's")
+    parser.add_argument(
+        "--select-lag", type=int, nargs="+", default=[0], help="0: a token's own selection; 1: the last's"
+    )
     parser.add_argument("--exact-tail", action="store_true", help="keep blocks exact that fill up while scoring")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -106,18 +111,27 @@ def on_device(weights: DecoderWeights, device: str) -> DecoderWeights:
 
 
 def scores_of(
-    weights: DecoderWeights, window: Sequence[int], only: Sequence[str] | None, encode_scored: bool
+    weights: DecoderWeights, window: Sequence[int], options: argparse.Namespace
 ) -> Iterator[tuple[str, Score]]:
     split = len(window) - 1 - SCORED
     prefilled = prefill(weights, window[:split])
     reference = score_exact(weights, prefilled, window[split:])
     yield "fp16", reference.score
-    for (resident, refined, prenormalized), points in SWEEP.items():
-        if only is None or resident in only:
-            form = format_of(weights.config.head_dim, resident, refined, prenormalized)
-            dense = DenseKv(weights, prefilled, form, encode_scored)
-            for fraction, group in points:
-                yield name_of(form, fraction, group), score_low_bit(dense, reference, fraction, group)
+    for (resident, refined, prenormalized), points in sweep(options).items():
+        form = format_of(weights.config.head_dim, resident, refined, prenormalized)
+        dense = DenseKv(weights, prefilled, form, not options.exact_tail)
+        for (fraction, group), lag in product(points, options.select_lag):
+            if fraction or lag == options.select_lag[0]:
+                score = score_low_bit(dense, reference, fraction, group, lag)
+                yield name_of(form, fraction, group) + (" selected before" if fraction and lag else ""), score
+
+
+def sweep(options: argparse.Namespace) -> dict[tuple[str, str, bool], list[tuple[Fraction, int]]]:
+    """What of the table is asked for; other fractions are of groups of 4 tokens and the widest refinement."""
+    if options.fractions:
+        chosen = [(Fraction(text), 4) for text in options.fractions]
+        return {(resident, "4/4", False): chosen for resident in options.only or ["2/2"]}
+    return {key: points for key, points in SWEEP.items() if options.only is None or key[0] in options.only}
 
 
 def format_of(head_dim: int, resident: str, refined: str, prenormalized: bool) -> KvFormat:

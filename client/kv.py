@@ -5,6 +5,9 @@ share. A tile is encoded at the beginning of the step after it filled up, and it
 cannot be done at once it is tried again at each step until the next tile fills up; then the tile stays unrefined for
 good and is counted. No step waits for a write.
 
+What is refined is selected by the step itself, or by the one before it (``early``): then each record is asked for as
+soon as its group was selected, and looked up a step later. A sequence's first step refines nothing so.
+
 Records are found by a :class:`~strataflux.client.weights.RecordSource`: what is absent is skipped or waited for by its
 policy. Object ids: ``block id · records a block + (layer · kv_heads + head) · groups a tile + group``.
 """
@@ -14,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -34,13 +37,20 @@ from strataflux.kernels.kv_encode import EncodedTiles, encode_tiles
 from strataflux.kernels.kv_pack import TILE_TOKENS
 from strataflux.kernels.select import SCORE_THRESHOLDS
 
-__all__ = ["RefinedKVCache"]
+__all__ = ["EarlySource", "RefinedKVCache"]
 
 _LOG: Final = logging.getLogger(__name__)
 _PUT_SECONDS: Final = 10.0
 """The most a prefill waits for staging memory, for each block."""
 _SMALL_RMS: Final = 0.55
 """Below this KVarN's balancing is held at its floor."""
+
+
+class EarlySource(Protocol):
+    """Where records are asked for before they are looked up: a session, or a stand-in."""
+
+    def prefetch(self, table: int, oids: NDArray[np.int64], scores: NDArray[np.uint8], most: int) -> int:
+        """Ask for those of ``oids`` [n] that are absent, the first ``most`` of them at most; how many."""
 
 
 @dataclass
@@ -77,6 +87,7 @@ class RefinedKVCache:
         source: RecordSource | None = None,
         table: int = 0,
         wait_seconds: float = 0.0,
+        early: EarlySource | None = None,
     ) -> None:
         """An empty sequence.
 
@@ -88,6 +99,7 @@ class RefinedKVCache:
             table: number of the KV table.
             wait_seconds: how long a step waits for the block that it put to be taken, where ``source`` waits for what
                 is absent: a block's records can be looked up only then.
+            early: where records are asked for that the next step will look up; None: each step selects for itself.
 
         Raises:
             MisuseError: the pool has fewer free blocks, or a layer attends to a window shorter than ``context``.
@@ -103,6 +115,7 @@ class RefinedKVCache:
         self._source = source
         self._table = table
         self._wait_seconds = wait_seconds
+        self._early = early
         self._heads = np.arange(config.kv_heads)[:, None] * blocks.form.groups_per_tile
         # changed by whoever runs steps
         self.refining = True
@@ -118,6 +131,8 @@ class RefinedKVCache:
         self._payloads: NDArray[np.uint8] | None = None
         self._lookups = self._hits = 0
         self._told: set[int] = set()
+        self._selected: dict[int, tuple[Tensor, Tensor]] = {}
+        """Groups and shares by layer, of the step before; only with ``early``."""
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -165,9 +180,16 @@ class RefinedKVCache:
         )
 
     def _refine(self, layer: int, queries: Tensor, view: KvLayer, resident: Resident) -> Tensor:
-        """Look the strongest groups up and add what is present."""
+        """Look the strongest groups up, or those that were so a step ago, and add what is present."""
         assert self._source is not None
         groups, shares = select_groups(resident, view, self._fraction)
+        if self._early is not None:
+            selected = self._selected.get(layer)
+            self._selected[layer] = groups, shares
+            self._ask_early(layer, groups[0], shares[0])
+            if selected is None:
+                return resident.output
+            groups, shares = selected
         oids, scores, known = self._records(layer, groups[0], shares[0])
         addresses = np.zeros(known.shape, np.uint64)
         if oids.size:
@@ -176,6 +198,13 @@ class RefinedKVCache:
             addresses[known] = found
         self._lookups += known.size
         return kv_attention_cpu.refine(queries, view, resident, groups, torch.from_numpy(addresses)[None])
+
+    def _ask_early(self, layer: int, groups: Tensor, shares: Tensor) -> None:
+        assert self._early is not None
+        oids, scores, _ = self._records(layer, groups, shares)
+        if oids.size:
+            order = np.argsort(scores, kind="stable")[::-1]
+            self._early.prefetch(self._table, oids[order], scores[order], oids.size)
 
     def _records(
         self, layer: int, groups: Tensor, shares: Tensor
@@ -191,9 +220,10 @@ class RefinedKVCache:
 
     def foresee(self, layer: int, queries: Tensor) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """Ids and scores of the records that ``queries`` [heads, head_dim], turned by position, would select in
-        ``layer``, and some more. Between ``begin_step`` and ``attend`` of the layer; nothing where nothing is refined.
+        ``layer``, and some more. Between ``begin_step`` and ``attend`` of the layer; nothing where nothing is refined,
+        or what is was selected before.
         """
-        if not (self.refining and self._fraction and self._encoded):
+        if not (self.refining and self._fraction and self._encoded) or self._early is not None:
             return np.empty(0, np.int64), np.empty(0, np.uint8)
         shares = kv_attention_cpu.expected_shares(turn(queries)[None], self._view(layer))[0]
         count = min(shares.shape[-1], ceil(MORE * selected_groups(self._fraction, shares.shape[-1])))
@@ -292,6 +322,7 @@ class RefinedKVCache:
         self._blocks.drop(self._places.tolist())
         self._places = torch.tensor(self._blocks.take(len(self._places)), dtype=torch.int64)
         self._encoded, self._pending = 0, None
+        self._selected.clear()
 
     def fork(self) -> "RefinedKVCache":
         """Another sequence with the same tokens so far. Encoded blocks are shared, the newest tokens copied.
@@ -310,6 +341,7 @@ class RefinedKVCache:
         other._sink = self._sink if self.length >= TILE_TOKENS else self._sink.copy()
         other._tail = self._tail.copy()
         other._pending = None
+        other._selected = dict(self._selected)
         other._lookups = other._hits = 0
         return other
 

@@ -24,7 +24,11 @@ __all__ = ["KvOptions", "blocks_for"]
 
 @dataclass(frozen=True)
 class KvOptions:
-    """How keys and values are kept. Fraction 0 refines nothing."""
+    """How keys and values are kept. Fraction 0 refines nothing.
+
+    With ``select_lag`` 1 a step refines the groups that the step before it selected: nothing of refinement is waited
+    for, and a record has a step's time to come; with 0 those that it selects itself.
+    """
 
     key_bits: int
     value_bits: int
@@ -33,6 +37,11 @@ class KvOptions:
     group_tokens: int = 4
     fraction: Fraction = Fraction(1, 128)
     prenormalize: bool = False
+    select_lag: int = 0
+
+    def __post_init__(self) -> None:
+        if self.select_lag not in (0, 1):
+            raise MisuseError("select_lag", f"{self.select_lag}", "0 or 1", "select by this step, or by the one before")
 
     def form(self, head_dim: int) -> KvFormat:
         """The format for heads of this size.
@@ -78,7 +87,9 @@ class KvOptions:
             return StepDemand(0, 0)
         groups = selected_groups(self.fraction, blocks_for(context) * form.groups_per_tile)
         a_layer = config.kv_heads * groups
-        return StepDemand(config.layers * a_layer, a_layer * slot_bytes(form.record_bytes))
+        # Selected before it is looked up, a group may be asked for twice.
+        selections = (1 + self.select_lag) * config.layers * a_layer
+        return StepDemand(selections, a_layer * slot_bytes(form.record_bytes))
 
 
 def blocks_for(context: int) -> int:

@@ -151,9 +151,14 @@ class DenseKv:
         pairs = zip(prefilled.keys, prefilled.values, strict=True)
         self._levels = [_encode(key[:, span], value[:, span], form) for key, value in pairs]
 
-    def rows(self, tokens: Sequence[int], fraction: Fraction, group_tokens: int) -> Iterator[Tensor]:
-        """Logits [vocabulary] after each of ``tokens``, refined; with ``fraction`` 0 at resident precision."""
+    def rows(
+        self, tokens: Sequence[int], fraction: Fraction, group_tokens: int, select_lag: int = 0
+    ) -> Iterator[Tensor]:
+        """Logits [vocabulary] after each of ``tokens``, refined; with ``fraction`` 0 at resident precision. With
+        ``select_lag`` 1 each token refines what the one before it selected, and the first one nothing.
+        """
         levels = list(self._levels)
+        before: dict[int, Tensor] | None = {} if select_lag else None
         keys, values = list(self._prefilled.keys), list(self._prefilled.values)
         done = 0
         while done < len(tokens):
@@ -162,7 +167,7 @@ class DenseKv:
             with torch.inference_mode():
                 if self._encode_scored:
                     self._encode_filled(levels, keys, values, encoded_tiles(start + 1))
-                chunk = _Chunk(levels, keys, values, start, fraction, group_tokens)
+                chunk = _Chunk(levels, keys, values, start, fraction, group_tokens, before)
                 logits = _run(self._weights, tokens[done : done + count], start, chunk.attend_in)
             yield from logits
             done += count
@@ -184,6 +189,9 @@ class _Chunk:
     start: int
     fraction: Fraction
     group_tokens: int
+    before: dict[int, Tensor] | None
+    """By layer, which groups [kv_heads, groups] the last position before these selected; None: each selects for itself.
+    """
 
     def attend_in(self, index: int) -> Attend:
         def attend(queries: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -201,22 +209,33 @@ class _Chunk:
         logits = _logits(queries, keys, self.start)
         if not self.fraction or span.start == span.stop:
             return _mixed(logits.softmax(-1), values)
-        chosen = self._chosen(logits, span, keys.shape[0])
+        chosen = self._chosen(index, logits, span, keys.shape[0])
         keys[:, span] = level.fine_keys
         logits[..., span] = torch.where(chosen, _logits(queries, keys, self.start)[..., span], logits[..., span])
         weights = logits.softmax(-1)
         delta = level.fine_values - level.values
         return _mixed(weights, values) + _mixed(weights[..., span] * chosen, delta)
 
-    def _chosen(self, logits: Tensor, span: slice, kv_heads: int) -> Tensor:
+    def _chosen(self, index: int, logits: Tensor, span: slice, kv_heads: int) -> Tensor:
         """Which tokens of tiles are refined: [heads, n, tokens] bool."""
         maximum, total = logits.amax(-1), logits.logsumexp(-1).sub(logits.amax(-1)).exp()
         by_query = logits[..., span].transpose(0, 1), maximum.T, total.T
         shares = group_shares(*by_query, kv_heads, self.group_tokens)
         count = selected_groups(self.fraction, shares.shape[-1])
         mask = torch.zeros_like(shares, dtype=torch.bool).scatter_(-1, shares.topk(count, -1).indices, True)
+        if self.before is not None:
+            mask = self._late(index, mask)
         tokens = mask.repeat_interleave(self.group_tokens, -1)
         return tokens.repeat_interleave(logits.shape[0] // kv_heads, 1).transpose(0, 1)
+
+    def _late(self, index: int, mask: Tensor) -> Tensor:
+        """What each position selected [n, kv_heads, groups], one position later."""
+        assert self.before is not None
+        first = torch.zeros_like(mask[:1])
+        if (last := self.before.get(index)) is not None:
+            first[0, :, : last.shape[-1]] = last  # tiles may have come since
+        self.before[index] = mask[-1]
+        return torch.cat((first, mask[:-1]))
 
 
 def _encode(keys: Tensor, values: Tensor, form: KvFormat) -> _Levels:
@@ -235,7 +254,9 @@ def _encode(keys: Tensor, values: Tensor, form: KvFormat) -> _Levels:
     return _Levels(coarse[0], coarse[1], fine[0], fine[1])
 
 
-def score_low_bit(dense: DenseKv, reference: Reference, fraction: Fraction, group_tokens: int) -> Score:
+def score_low_bit(
+    dense: DenseKv, reference: Reference, fraction: Fraction, group_tokens: int, select_lag: int = 0
+) -> Score:
     """Score the reference's text as it goes on after the prefilled tokens, by a low-bit cache without misses."""
-    rows = dense.rows(reference.tokens[:-1], fraction, group_tokens)
+    rows = dense.rows(reference.tokens[:-1], fraction, group_tokens, select_lag)
     return score(lambda _: next(rows), reference)

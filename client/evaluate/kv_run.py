@@ -155,7 +155,8 @@ def evaluate_kv(
             parts.reference.append(reference.score)
             parts.base.append(score_low_bit(dense, reference, 0 * options.fraction, options.group_tokens))
             if model is None:
-                parts.refined.append(score_low_bit(dense, reference, options.fraction, options.group_tokens))
+                settings = options.fraction, options.group_tokens, options.select_lag
+                parts.refined.append(score_low_bit(dense, reference, *settings))
             else:
                 del dense
                 parts.refined.append(_score_through(model, prefilled, reference, progress))

@@ -28,6 +28,8 @@ class LocalRecords:
         self.granted: set[int] = set()
         self.released: list[int] = []
         self.asked: list[tuple[NDArray[np.int64], NDArray[np.uint8]]] = []
+        self.early: list[NDArray[np.int64]] = []
+        """What was asked for ahead."""
         self.dropped = 0
         self._quota = quota
         self._shape = (records_a_block, record_bytes)
@@ -89,3 +91,8 @@ class LocalRecords:
             block, index = divmod(oid, self._shape[0])
             addresses[i] = 0 if oid in self.absent else self.blocks[block][index].ctypes.data
         return int((addresses != 0).sum())
+
+    def prefetch(self, table: int, oids: NDArray[np.int64], scores: NDArray[np.uint8], most: int) -> int:
+        assert (np.diff(scores.astype(int)) <= 0).all()
+        self.early.append(oids[:most].copy())
+        return len(self.absent & set(oids[:most].tolist()))
