@@ -32,14 +32,13 @@ from strataflux.client.bench.long_context import LongSetup, bench_long_context
 from strataflux.client.bench.replays import microseconds
 from strataflux.client.kv_options import KvOptions
 from strataflux.client.runtime.cuda.decoder import GraphDecoder
-from strataflux.client.runtime.cuda.low_bit_cache import LowBitCache
 from strataflux.client.runtime.cuda.random_model import SHAPES
 from strataflux.kernels import cuda_build
 from strataflux.kernels.gpu import kv_attend as kv_attend_module
 from strataflux.kernels.gpu.kv_attend import instance_name, kv_attend
 from strataflux.kernels.gpu.kv_encode import kv_encode
 from strataflux.kernels.gpu.kv_merge import kv_merge
-from strataflux.kernels.gpu.kv_work import BINS_LOG2, KvWork
+from strataflux.kernels.gpu.kv_work import KvWork
 from strataflux.kernels.kv_encode import KvFormat
 
 CUDA = torch.device("cuda")
@@ -259,7 +258,11 @@ def step(rows: Rows) -> None:
     store = plain.slots_of(config, CONTEXT + 64)
     setups = {
         "1/128": LongSetup(plain, CONTEXT, rounds=3),
+        "1/128, selected before": LongSetup(replace(plain, select_lag=1), CONTEXT, rounds=2, float16=False),
         "1/256": LongSetup(replace(plain, fraction=Fraction(1, 256)), CONTEXT, rounds=2, float16=False),
+        "1/256, selected before": LongSetup(
+            replace(plain, fraction=Fraction(1, 256), select_lag=1), CONTEXT, rounds=2, float16=False
+        ),
         "groups of 16": LongSetup(replace(plain, group_tokens=16), CONTEXT, rounds=2, float16=False),
         **{
             f"{share}% hot": LongSetup(
@@ -283,15 +286,7 @@ def profiled(decoder: GraphDecoder) -> dict[str, Any]:
         decoder.wait()
     averages = sorted(profiler.key_averages(), key=lambda one: -one.self_device_time_total)
     parts = [(one.key[:50], one.count // 3, round(one.self_device_time_total / one.count, 2)) for one in averages]
-    return {"kernels": parts[:16], **crowding(decoder.step.attention)}
-
-
-def crowding(cache: object) -> dict[str, Any]:
-    """How many groups of each KV head of the last layer share their leading bits with the weakest that is selected."""
-    if not isinstance(cache, LowBitCache) or not cache._work.refiners:
-        return {}
-    bits, floors = cache._work.shares.view(torch.int32) >> 30 - BINS_LOG2, cache._work.floors >> 62 - BINS_LOG2
-    return {"groups_beside_the_weakest": (bits == floors[:, None]).sum(1).tolist()}
+    return {"kernels": parts[:16]}
 
 
 def main() -> None:

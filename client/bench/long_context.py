@@ -98,7 +98,8 @@ def _rows(model: DeviceModel, setup: LongSetup, also: Also) -> Iterator[Row]:
         cache = LowBitCache(config, context, model.device, kv, block)
         name = f"{widths} cache + {kv.refine_key_bits}/{kv.refine_value_bits}"
         found = _time(model, setup, also, cache, block)
-        yield {"name": name, "fraction": str(kv.fraction), "cache_bytes": size, **found}
+        settings = {"fraction": str(kv.fraction), "select_lag": kv.select_lag}
+        yield {"name": name, **settings, "cache_bytes": size, **found}
 
 
 def _time(

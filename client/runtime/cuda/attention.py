@@ -41,6 +41,9 @@ class Attention(Protocol):
         may start ``early``, while the kernel before still runs.
         """
 
+    def join(self) -> None:
+        """The step's end may come: let the current stream go on after all that was queued beside it."""
+
 
 class HalfCache:
     """Keeps everything in float16."""
@@ -80,3 +83,6 @@ class HalfCache:
         """As :class:`Attention`."""
         past = self._keys[layer], self._values[layer]
         attend(queries, keys, values, *past, position, out, self._scratch, early=early)
+
+    def join(self) -> None:
+        """Nothing is queued beside."""

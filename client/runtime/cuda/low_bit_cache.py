@@ -9,9 +9,6 @@ memory, once in 128 steps.
 Look-ups are the device's (:mod:`strataflux.kernels.gpu.kv_refine`), in the same attach block as those of weights.
 """
 
-from fractions import Fraction
-from typing import Final
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,21 +18,18 @@ from strataflux.client.errors import MisuseError
 from strataflux.client.kv_blocks import KvBlocks, PutTarget
 from strataflux.client.kv_options import KvOptions, blocks_for
 from strataflux.client.runtime.cuda.block import DeviceBlock
+from strataflux.client.runtime.cuda.kv_before import SelectedBefore
+from strataflux.client.runtime.cuda.kv_now import SelectedNow
 from strataflux.client.runtime.models import ModelConfig
-from strataflux.kernels.gpu.kv_attend import kv_attend
 from strataflux.kernels.gpu.kv_encode import kv_encode
-from strataflux.kernels.gpu.kv_merge import kv_merge
-from strataflux.kernels.gpu.kv_refine import kv_refine
-from strataflux.kernels.gpu.kv_select import kv_select
-from strataflux.kernels.gpu.kv_work import HEAD_DIMS, MAX_GROUP, KvTiles, KvWork
+from strataflux.kernels.gpu.kv_fetch import KvRecords
+from strataflux.kernels.gpu.kv_work import HEAD_DIMS, MAX_GROUP, KvTiles
 from strataflux.kernels.gpu.select import score_thresholds
 from strataflux.kernels.kv_attention import encoded_tiles
+from strataflux.kernels.kv_encode import KvFormat
 from strataflux.kernels.kv_pack import TILE_TOKENS
 
 __all__ = ["LowBitCache"]
-
-_REFINERS: Final = 32
-"""Programs that share a KV head's selected groups."""
 
 
 class LowBitCache:
@@ -66,15 +60,10 @@ class LowBitCache:
         _check_heads(config)
         form = options.form(config.head_dim)
         tiles = max(1, blocks_for(context))
-        refined = block is not None and form.record_bytes and blocks_for(context)
         # fixed after construction
         self.context = context
         self.blocks = KvBlocks(config, form, tiles, device=device)
-        self._fraction = options.fraction if refined else Fraction(0)
-        self._block, self._table = block, table
-        refiners = _REFINERS if self._fraction else 0
-        self._work = KvWork(form, 1, config.heads, config.kv_heads, tiles, device, refiners=refiners)
-        self._thresholds = score_thresholds(device)
+        self._table = table
         # device memory
         shape = (config.layers, 1, config.kv_heads, TILE_TOKENS, config.head_dim)
         self._exact = [torch.zeros(shape, dtype=torch.float16, device=device) for _ in range(4)]
@@ -82,6 +71,10 @@ class LowBitCache:
         self._bases = torch.full((tiles,), -1, dtype=torch.int64, device=device)
         self._position = torch.zeros(1, dtype=torch.int32, device=device)
         self._staging = torch.zeros(1, dtype=torch.int64, device=device)
+        self._way: SelectedNow | SelectedBefore = SelectedNow(config, form, tiles, device)
+        if block is not None and form.record_bytes and options.fraction and blocks_for(context):
+            records = KvRecords(block.tensor, score_thresholds(device), self._bases, table)
+            self._way = _refining(config, form, tiles, options, records)
         # host memory that the device writes to
         self._records: Tensor | None = None
         # changed by steps
@@ -146,15 +139,12 @@ class LowBitCache:
         """As :class:`~strataflux.client.runtime.cuda.attention.Attention`. Nothing starts early: these launches fill
         the device, and took 5 to 15 % longer where the next ones wait beside them (bench/gpu_kv.py, H200, 128K).
         """
-        cache, work = self._layers[layer], self._work
-        kv_attend(queries[None], keys[None], values[None], position, cache, work)
-        if self._fraction:
-            assert self._block is not None
-            kv_select(position, work, self._fraction)
-            first = layer * cache.kv_heads * cache.form.groups_per_tile
-            where = self._block.tensor, self._thresholds, self._bases, self._table, first
-            kv_refine(position, cache, work, *where)
-        kv_merge(work, out)
+        new = queries[None], keys[None], values[None]
+        self._way.attend(layer, self._layers[layer], new, position, out)
+
+    def join(self) -> None:
+        """As :class:`~strataflux.client.runtime.cuda.attention.Attention`."""
+        self._way.join()
 
     def extend(self, position: int, keys: Tensor, values: Tensor) -> None:
         """Append tokens from ``position`` on, up to the end of its tile at most; between steps.
@@ -186,6 +176,7 @@ class LowBitCache:
         if 0 < length < oldest:
             expected = f"0, or {oldest} and later"
             raise MisuseError("reset", f"position {length}", expected, "tiles stay encoded: start over")
+        self._way.forget()
         if length == 0 and self._encoded:
             self.blocks.drop(self._held)
             self._encoded, self._pending = 0, None
@@ -223,6 +214,14 @@ class LowBitCache:
         blocks = self.blocks
         exact = [part[layer] for part in self._exact]
         return KvTiles(blocks.form, blocks.keys[layer], blocks.values[layer], self._places, *exact)
+
+
+def _refining(
+    config: ModelConfig, form: KvFormat, tiles: int, options: KvOptions, records: KvRecords
+) -> SelectedNow | SelectedBefore:
+    if options.select_lag:
+        return SelectedBefore(config, form, tiles, options.fraction, records)
+    return SelectedNow(config, form, tiles, records.bases.device, options.fraction, records)
 
 
 def _check_heads(config: ModelConfig) -> None:

@@ -100,6 +100,7 @@ class Step:
             added = self._multiply(number, _DOWN)
         self._advance(self._last, self.model.norm, added, self._final)
         self._lanes.run(MAIN, self._finish)
+        self._lanes.run(MAIN, lambda _: self.attention.join())
         self._refining.end()
 
     def _read(self, layer: int, number: int, norm: Tensor, added: Tensor | None) -> Tensor:
