@@ -293,7 +293,8 @@ def _cache_maker(
     """Makes caches that share a pool of ``capacity`` blocks."""
     blocks = KvBlocks(config, options.form(config.head_dim), capacity, session.kv)
     table = 0 if session.kv is None else session.kv.table
-    return lambda context: RefinedKVCache(blocks, context, options.fraction, session, table, wait_seconds)
+    early = session if options.select_lag else None
+    return lambda context: RefinedKVCache(blocks, context, options.fraction, session, table, wait_seconds, early)
 
 
 def _label(prepared: PreparedModel | None, shift: Mapping[str, float] | None, scheme: Scheme | None) -> str:
