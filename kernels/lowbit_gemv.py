@@ -84,13 +84,15 @@ class Plan(NamedTuple):
 
 class StreamPlan(NamedTuple):
     """How the fast path streams scaled weights for one input: warps that share a block's strips, strips in each warp's
-    ring, blocks a multiprocessor; ``early`` as of :class:`Plan`.
+    ring, blocks a multiprocessor; ``early`` as of :class:`Plan`; and strips (up to 32) beyond its ring that each warp
+    asks the device's cache for while it waits for the kernel before.
     """
 
     warps: int = 8
     stages: int = 4
     share: int = 1
     early: bool = True
+    ahead: int = 0
 
 
 def pack_scaled(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int) -> LowbitWeights:

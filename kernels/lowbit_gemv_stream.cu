@@ -1,10 +1,10 @@
 // Matrix-vector product with group-scaled weights, one input: weights stream through shared memory.
 //
 // lowbit_gemv.py gives the formula and every byte of the operands. About one block a multiprocessor computes a tile of
-// 16 rows after another; its warps share the strips of 256 channels, each with a ring of STAGES strips that it fills and
-// empties by itself. The ring is filled before the kernel before this one has ended, since weights depend on nothing: so
-// memory has no pause between launches. A warp's sums of a tile wait in shared memory until the end, where they are
-// added in the order of warps: equal operands give equal bits.
+// 16 rows after another; its warps share the strips of 256 channels, each with a ring of STAGES strips that it fills
+// and empties by itself. The ring is filled before the kernel before this one has ended, since weights depend on
+// nothing: so memory has no pause between launches. A warp's sums of a tile wait in shared memory until the end, where
+// they are added in the order of warps: equal operands give equal bits.
 #include "lowbit_codes.cuh"
 
 #ifndef HOST_EMULATION
@@ -19,6 +19,14 @@ template <int NEWEST>
 __device__ __forceinline__ void wait_for_copies_before() {
   asm volatile("cp.async.wait_group %0;" :: "n"(NEWEST) : "memory");
 }
+// Towards the device's cache; nobody waits for it.
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void bring_nearer(const uint4* from, int count) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(16 * count) : "memory");
+}
+#else
+__device__ __forceinline__ void bring_nearer(const uint4*, int) {}
+#endif
 #endif
 
 // Sums of 16 rows by the 256 channels of a strip; all eight columns of the tensor core's product have the same input,
@@ -60,12 +68,13 @@ __device__ __forceinline__ void add_strip(float (&sum)[4], const uint4* stage, c
   }
 }
 
-// GROUPS: groups in a strip. ONTO: add to y, else store. BESIDE: the first `beside` blocks have errands to run; `blocks`
-// others multiply, with at least one strip for each warp.
+// GROUPS: groups in a strip. ONTO: add to y, else store. BESIDE: the first `beside` blocks have errands to run;
+// `blocks` others multiply, with at least one strip for each warp; `ahead` more strips of each, at most 32, are brought
+// nearer meanwhile.
 template <int BITS, int GROUPS, int WARPS, int STAGES, int ONTO, int BESIDE>
 __global__ void __launch_bounds__(32 * WARPS, 24 / WARPS)  // 80 registers
 lowbit_stream(const uint4* words, const uint4* meta, const u16* x, float* y, int rows, int inputs, int strips,
-              int tiles, int blocks, const Errand* errands, int errand_count, int beside) {
+              int tiles, int blocks, int ahead, const Errand* errands, int errand_count, int beside) {
   constexpr int SCALES = 4 * GROUPS, STAGE = 32 * BITS + SCALES;  // uint4 of a tile's strip
   const int block = (int)blockIdx.x - (BESIDE ? beside : 0), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (BESIDE && block < 0) {
@@ -91,6 +100,11 @@ lowbit_stream(const uint4* words, const uint4* meta, const u16* x, float* y, int
   let_next_kernel_start();
 #pragma unroll
   for (int stage = 0; stage < STAGES; stage++) request(ring + stage * STAGE);
+  if (lane < ahead) {
+    const int own = (strips - warp + WARPS - 1) / WARPS, number = STAGES + lane, tile = block + number / own * blocks;
+    const size_t at = (size_t)tile * strips + warp + number % own * WARPS;
+    if (tile < tiles) bring_nearer(words + at * (32 * BITS), 32 * BITS), bring_nearer(meta + at * SCALES, SCALES);
+  }
   wait_for_previous_kernel();
   for (int strip = warp; strip < strips; strip += WARPS) {
     const int k = 256 * strip + 8 * lane;

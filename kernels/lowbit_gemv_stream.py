@@ -63,7 +63,7 @@ def gemv_stream(
         made, beside = errands.table(threads, multiprocessors(device), x.device)
         table, count = made.data_ptr(), len(errands.items)
     pointers = [np.uint64(tensor.data_ptr()) for tensor in (weights.words, weights.meta, x, y)]
-    sizes = [np.int32(size) for size in (weights.rows, weights.inputs, strips, tiles, blocks)]
+    sizes = [np.int32(size) for size in (weights.rows, weights.inputs, strips, tiles, blocks, plan.ahead)]
     arguments: list[np.generic] = [*pointers, *sizes, np.uint64(table), np.int32(count), np.int32(beside)]
     early = plan.early and device_capability(device) >= (9, 0)
     function.launch(beside + blocks, threads, arguments, early=early, shared_bytes=size)

@@ -52,7 +52,9 @@ def test_fast_path_is_the_reference(
     assert torch.equal(again, y)
 
 
-@pytest.mark.parametrize("plan", [StreamPlan(), StreamPlan(4, 6, 2), StreamPlan(16, 2), StreamPlan(2, 1, early=False)])
+@pytest.mark.parametrize(
+    "plan", [StreamPlan(), StreamPlan(4, 6, 2, ahead=9), StreamPlan(16, 2), StreamPlan(2, 1, early=False)]
+)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize(("rows", "inputs"), [(1000, 4160), (129, 4096), (4096, 14336)])
 def test_streams_are_the_reference_with_errands_or_without(rows: int, inputs: int, bits: int, plan: StreamPlan) -> None:

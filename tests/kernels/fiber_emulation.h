@@ -200,6 +200,9 @@ static void commit_copies() {}
 static void wait_for_copies() {}
 template <int NEWEST>
 static void wait_for_copies_before() {}
+static void bring_nearer(const uint4* from, int count) {
+  volatile unsigned int touched = from[0].x + from[count - 1].w;  // outside of what there is, a checker would see it
+}
 static uint4 load_exact(const void* address) { return *(const uint4*)address; }
 static unsigned int load_half(const unsigned short* address) { return *address; }
 static int load_int(const int* address) { return *address; }

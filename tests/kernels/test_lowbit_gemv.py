@@ -125,9 +125,9 @@ STREAMS = (
     # bits, group, rows, inputs, blocks, plan, add: odd strips, padding in both directions, blocks of unequal work
     (4, 128, 49, 640, 3, StreamPlan(2, 3), False),
     (4, 64, 17, 576, 1, StreamPlan(3, 1), True),
-    (3, 64, 33, 320, 2, StreamPlan(1, 4), False),
+    (3, 64, 33, 320, 2, StreamPlan(1, 4, ahead=32), False),
     (3, 128, 80, 512, 5, StreamPlan(2, 2), False),
-    (2, 128, 64, 1024, 2, StreamPlan(4, 4), True),
+    (2, 128, 64, 1024, 2, StreamPlan(4, 4, ahead=3), True),
 )
 
 
@@ -147,7 +147,7 @@ def test_streamed_source_on_an_emulated_block(
         f"""extern "C" void run(const uint4* words, const uint4* meta, const u16* x, float* y) {{
           run_blocks({blocks}, {32 * plan.warps}, [=] {{
             {stream_instance(packed, plan, add=add)}(
-              words, meta, x, y, {rows}, {inputs}, {strips}, {tiles}, {blocks}, 0, 0, 0);
+              words, meta, x, y, {rows}, {inputs}, {strips}, {tiles}, {blocks}, {plan.ahead}, 0, 0, 0);
           }});
         }}""",
         tmp_path,
@@ -169,7 +169,7 @@ def test_a_stream_runs_errands_in_blocks_of_their_own(tmp_path: Path) -> None:
         f"""extern "C" void run(const uint4* words, const uint4* meta, const u16* x, float* y, const Errand* errands) {{
           run_blocks({blocks + 2}, 64, [=] {{
             {stream_instance(packed, plan, add=False, beside=True)}(
-              words, meta, x, y, 48, 512, 2, {packed.words.shape[0]}, 2, errands, 1, {blocks});
+              words, meta, x, y, 48, 512, 2, {packed.words.shape[0]}, 2, 0, errands, 1, {blocks});
           }});
         }}""",
         tmp_path,
