@@ -14,6 +14,7 @@ the maximum as it was then.
 The fast path is CUDA C++ (kv_attend.cu, kv_tiles.cuh), the portable one the Triton below; both leave the same.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -327,7 +328,14 @@ def kv_attend(
         if fetched is not None:
             correct_portable(cache, work, fetched)
         return
-    device = queries.get_device()
+    _launch(tensors, sizes, blocks, work, fetched, early=early)
+
+
+def _launch(
+    tensors: Sequence[Tensor], sizes: Sequence[int], blocks: int, work: KvWork, fetched: Fetched | None, *, early: bool
+) -> None:
+    """The fast path."""
+    form, group, device = work.form, work.heads // sizes[0], work.queries.get_device()
     size, name = shared_bytes(form, group), instance_name(form, group, work.group_tokens)
     arguments: list[np.generic] = [np.uint64(tensor.data_ptr()) for tensor in tensors]
     arguments += [np.int32(value) for value in sizes]

@@ -18,7 +18,6 @@ from strataflux.client.kv_blocks import KvBlocks
 from strataflux.client.kv_options import KvOptions, blocks_for
 from strataflux.client.runtime.decoder import ContextFull, Decoder
 from strataflux.client.runtime.models import DecoderWeights
-from strataflux.client.weights import SetStatistics
 from strataflux.kernels import kv_attention_cpu
 from strataflux.kernels.hadamard import turn
 from strataflux.kernels.kv_encode import KEY_ROWS, KvFormat, decode_half
@@ -129,53 +128,6 @@ def test_object_ids_and_scores(setup: Setup) -> None:
         assert [oid // per_head % 2 for oid in oids.tolist()] == [0] * 8 + [1] * 8
         assert scores.min() >= 1
         assert all(half.tolist() == sorted(half.tolist(), reverse=True) for half in (scores[:8], scores[8:]))
-
-
-def test_a_step_looks_up_what_the_one_before_selected_and_asked_for(setup: Setup) -> None:
-    tokens = some_tokens(400)
-    cache = setup.cache(select_lag=1)
-    decoder = setup.decoder(cache)
-    decoder.prefill(tokens[:390])
-    setup.records.asked.clear()
-    decoder.step(tokens[390])
-    assert not setup.records.asked
-    assert [early.size for early in setup.records.early] == [16, 16]
-    assert cache.statistics() == SetStatistics(0, 0)
-    for token in tokens[391:]:
-        expected = [set(early.tolist()) for early in setup.records.early]
-        setup.records.early.clear()
-        setup.records.asked.clear()
-        decoder.step(token)
-        assert [set(oids.tolist()) for oids, _ in setup.records.asked] == expected
-    assert cache.statistics() == SetStatistics(9 * 32, 9 * 32)
-
-
-def test_nothing_selected_outlives_its_sequence(setup: Setup) -> None:
-    tokens = some_tokens(400)
-    cache = setup.cache(select_lag=1)
-    decoder = setup.decoder(cache)
-    decoder.prefill(tokens)
-    steps(decoder, [1, 2])
-    decoder.reset()
-    decoder.prefill(tokens)
-    setup.records.asked.clear()
-    first = decoder.step(3)
-    assert not setup.records.asked
-    other = setup.decoder(setup.cache(fraction=Fraction(0)))
-    other.prefill(tokens)
-    torch.testing.assert_close(first, other.step(3))
-
-
-def test_a_fork_goes_on_with_what_was_selected(setup: Setup) -> None:
-    cache = setup.cache(390, select_lag=1)
-    decoder = setup.decoder(cache)
-    decoder.prefill(some_tokens(385))
-    decoder.step(1)
-    fork = cache.fork()
-    found = setup.decoder(fork).step(2)
-    torch.testing.assert_close(found, decoder.step(2))
-    assert fork.statistics().lookups == 32
-    fork.close()
 
 
 def test_absent_records_are_skipped_and_counted(setup: Setup) -> None:
