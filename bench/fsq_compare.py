@@ -7,7 +7,9 @@ Prints one JSON object a row, methods in the order given; what a method raises i
 ``kl`` is of the tokens after a prompt of ``--prompt`` tokens in each window, so that methods which forget tokens of a
 prompt can be compared; ``kl_whole`` of all tokens without a prompt, for those that do not. Methods are fitted on the
 part of the text that is not scored. ``--codes fsq:8x=FILE`` takes trained codes as a method of their own, called
-``fsq:8x trained``. Retrieval tasks are drawn from Python's prose; the exact cache is asked them, too.
+``fsq:8x trained``; ``--trained palu:8x fsq:8x`` trains methods here, for ``--train-seconds`` each and on one text,
+others than codes before a grid is put on; they are called ``palu:8x trained 40 s``. Retrieval tasks are drawn from
+Python's prose; the exact cache is asked them, too.
 """
 
 import argparse
@@ -22,19 +24,26 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from fsq_finetune import HELD_OUT, add_text_options, sequences
 from pack_model import join
 
 from strataflux.client.evaluate.compare import cut_windows, join_scores
 from strataflux.client.evaluate.dense import dense_reference
-from strataflux.client.evaluate.methods.base import KvMethod, Making, full_bytes, parse_method
+from strataflux.client.evaluate.methods.base import KvMethod, Making, budget_bytes, full_bytes, parse_method
+from strataflux.client.evaluate.methods.factors import Factors
+from strataflux.client.evaluate.methods.fsq import codes_of
 from strataflux.client.evaluate.methods.registry import make_method
 from strataflux.client.evaluate.methods.sequences import score_method
+from strataflux.client.evaluate.methods.tuned import FactorTuning
 from strataflux.client.evaluate.retrieval.problem import Haystack
 from strataflux.client.evaluate.retrieval.run import retrieve
 from strataflux.client.evaluate.retrieval.tasks import Wrapping, draw_problems, parse_tasks
 from strataflux.client.evaluate.scoring import Reference
 from strataflux.client.evaluate.text import python_prose, read_text
 from strataflux.client.prepare.fsq_file import load_codes, weights_digest
+from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, Tuning
+from strataflux.client.prepare.fsq_tune_model import FrozenModel
+from strataflux.client.prepare.fsq_tune_text import Course, hold_out
 from strataflux.client.prepare.source import ModelSource, open_source
 from strataflux.client.runtime.models import DecoderWeights
 
@@ -55,6 +64,8 @@ class Bench:
     making: Making
     references: Sequence[Reference]
     problems: Sequence
+    rest: Sequence[int]
+    """Tokens of the text that are not scored."""
 
     def measure(self, method: KvMethod) -> dict[str, object]:
         options, weights = self.options, self.making.weights
@@ -113,6 +124,50 @@ def asked(bench: Bench) -> Iterator[tuple[str, Making]]:
         codes = load_codes(Path(path), bench.source.config, digest).to(plain.weights.embedding.device)
         yield f"{name} trained", replace(plain, codes=codes.layers)
     yield from ((name, plain) for name in others)
+    if bench.options.trained:
+        trainer = Trainer.on(bench)
+        yield from ((f"{name} trained {trainer.seconds:g} s", trainer.making(name)) for name in bench.options.trained)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Trains what is fitted, all on one text for the same time."""
+
+    plain: Making
+    course: Course
+    held: Sequence[torch.Tensor]
+    seconds: float
+    batch: int
+
+    @classmethod
+    def on(cls, bench: Bench) -> "Trainer":
+        options, weights = bench.options, bench.making.weights
+        texts = [read_text(path) for path in options.more] + [python_prose()]
+        text = [*bench.rest, *(token for one in texts for token in bench.source.tokenizer().encode(one).ids)]
+        train, held = hold_out(torch.tensor(text, device=weights.embedding.device), HELD_OUT, options.length)
+        model = FrozenModel(weights)
+        course = Course(sequences(options, model, train), model.states, weights.config.hidden)
+        return cls(bench.making, course, held.split(8), options.train_seconds, options.train_batch)
+
+    def making(self, name: str) -> Making:
+        if not name.startswith("fsq:"):
+            return replace(self.plain, tune=self.factors)
+        spec = parse_method(name)
+        codes = codes_of(spec, self.plain, budget_bytes(self.plain.config, spec))
+        return replace(self.plain, codes=self.run(FsqTuning(self.plain.weights, codes, *self.how)))
+
+    def factors(self, factors: Sequence[Factors]) -> Sequence[Factors]:
+        return self.run(FactorTuning(self.plain.weights, factors, *self.how))
+
+    @property
+    def how(self) -> tuple[TuneSettings, None, Sequence[torch.Tensor]]:
+        return TuneSettings(10**6, seconds=self.seconds, check_every=40, recompute=False), None, self.held
+
+    def run(self, tuning: Tuning) -> Sequence:
+        tuning.run(self.course.batches(self.batch, 0))
+        found = f"{tuning.step} steps, held out {tuning.held_out_before:.4f} -> {tuning.held_out_loss:.4f}"
+        print(found, file=sys.stderr, flush=True)
+        return tuning.result()
 
 
 def set_up(options: argparse.Namespace, source: ModelSource) -> Bench:
@@ -133,7 +188,7 @@ def set_up(options: argparse.Namespace, source: ModelSource) -> Bench:
     references = [dense_reference(weights, window) for window in windows]
     about = {"row": "setup", "torch": torch.__version__, "calibration": given.numel(), "problems": len(drawn)}
     print(json.dumps(about | {name: str(value) for name, value in vars(options).items()}), flush=True)
-    return Bench(options, source, Making(weights, given), references, drawn)
+    return Bench(options, source, Making(weights, given), references, drawn, rest.tolist())
 
 
 def wrapping(options: argparse.Namespace, source: ModelSource) -> Wrapping:
@@ -153,6 +208,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--codes", nargs="*", default=[], help="METHOD=FILE: trained codes")
+    parser.add_argument("--trained", nargs="*", default=[], help="methods to train here")
+    parser.add_argument("--train-seconds", type=float, default=40, help="of training, a method")
+    parser.add_argument("--train-batch", type=int, default=16)
+    add_text_options(parser)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--prompt", type=int, default=1024)

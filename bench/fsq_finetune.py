@@ -89,9 +89,9 @@ def sequences(options: argparse.Namespace, model: FrozenModel, text: torch.Tenso
     began, parts = time.monotonic(), [overlapping(text, options.length, options.times)]
     for number, count in enumerate(batches(options.own, options.own_batch)):
         starts = torch.randint(
-            0, len(text) - options.prompt + 1, (count,), generator=torch.Generator().manual_seed(number)
+            0, len(text) - options.own_prompt + 1, (count,), generator=torch.Generator().manual_seed(number)
         )
-        prompts = text[(starts[:, None] + torch.arange(options.prompt)).to(text.device)]
+        prompts = text[(starts[:, None] + torch.arange(options.own_prompt)).to(text.device)]
         parts.append(continue_text(model, prompts, options.length, number))
     made = torch.cat(parts)
     print(f"{made.shape[0]} sequences in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
@@ -152,6 +152,16 @@ class Trainer:
         save_codes(path, done.result(), replace(about, tuned_seconds=done.seconds, held_out=found))
 
 
+def add_text_options(parser: argparse.ArgumentParser) -> None:
+    """What :func:`sequences` asks for."""
+    parser.add_argument("--more", type=Path, nargs="*", default=[], help="further texts to train on")
+    parser.add_argument("--length", type=int, default=1024, help="of a sequence to train on")
+    parser.add_argument("--times", type=int, default=2, help="sequences that a token of these texts is in")
+    parser.add_argument("--own", type=int, default=0, help="sequences that the model writes")
+    parser.add_argument("--own-batch", type=int, default=2048, help="of them at once")
+    parser.add_argument("--own-prompt", type=int, default=128, help="tokens of a text that each of them begins with")
+
+
 def told(tuning: FsqTuning) -> dict[str, float]:
     found = {"steps": tuning.step, "seconds": round(tuning.seconds, 1)}
     return found | {"held_out_before": tuning.held_out_before, "held_out": tuning.held_out_loss}
@@ -165,7 +175,6 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, nargs="+", required=True, help="a .gguf file or its parts")
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--more", type=Path, nargs="*", default=[])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window", type=int, default=2048)
@@ -176,13 +185,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=1e9, help="begin no training step after so many seconds")
     parser.add_argument("--trial-seconds", type=float, default=12, help="of training, a rate")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
     parser.add_argument("--check", type=int, default=20, help="steps between looks at held-out text")
-    parser.add_argument("--times", type=int, default=2, help="sequences that a token of the text is in")
-    parser.add_argument("--own", type=int, default=0, help="sequences that the model writes")
-    parser.add_argument("--own-batch", type=int, default=2048, help="of them at once")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of the text that each of them begins with")
+    add_text_options(parser)
     parser.add_argument("--recompute", action="store_true", help="less memory, a quarter more time")
     parser.add_argument("--save", type=Path, help="a folder for trained codes")
     return parser.parse_args()

@@ -4,14 +4,17 @@
         --text wikitext2-valid.txt --groups 1,4 --caches 10%,100% > rows.jsonl
 
 Prints one JSON object a row: plain codes of the two sizes, tiers as if nothing missed, and through a daemon of its own
-that skips what is absent. Codes are made on the part of the text that is not scored, or were saved by
-``fsq_finetune.py`` (``--codes``); then the plain code of the resident size is not made. Decoding is on the processor.
+that skips what is absent. Codes are made on the part of the text that is not scored, or were saved (``--codes``) by
+``fsq_finetune.py``, and are divided here, or by ``fsq_tune_tiers.py``; ``--plain`` takes saved ones of both sizes to
+compare with. ``recovered`` is of the way from the resident tier to the whole code, ``recovered_of_plain`` of that from
+the smaller to the larger plain code. Decoding is on the processor.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -47,33 +50,37 @@ def main() -> None:
         tokens = opened.tokenizer().encode(read_text(options.text)).ids
         given = calibration(options, opened.tokenizer(), tokens)
         source = InMemory(weights.to(device))
-        saved = None if options.codes is None else load_codes(options.codes, weights.config, weights_digest(opened))
+        digest = weights_digest(opened)
+        saved = None if options.codes is None else load_codes(options.codes, weights.config, digest)
     references = [
         dense_reference(weights, window)
         for window in cut_windows(options.text, tokens, options.window - 1, options.windows)
     ]
 
+    def plain(layers: Sequence[FsqLayer]) -> float:
+        """On the processor, where tiers decode."""
+        found = divergence(weights, [one.to(torch.device("cpu")) for one in layers], references)
+        put({"row": "plain", "nbytes": max(one.grid.nbytes for one in layers), **found})
+        return found["kl"]
+
     def converted(ratio: int) -> list[FsqLayer]:
         settings = FsqSettings(code_bytes(weights.config, ratio), 0, "clamp")
-        made = [one.layer for one in convert(source, given, settings, device)]
-        put(
-            {
-                "row": "plain",
-                "ratio": ratio,
-                **divergence(weights, [one.to(torch.device("cpu")) for one in made], references),
-            }
-        )
-        return made
+        return [one.layer for one in convert(source, given, settings, device)]
 
-    if saved is None:
-        converted(16)
+    compared = [load_codes(path, weights.config, digest).layers for path in options.plain]
     codes = converted(8) if saved is None else [one.to(device) for one in saved.layers]
-    size = code_bytes(weights.config, 16)
-    tiers = [one.to(torch.device("cpu")) for one in divide_codes(source, codes, given, size, device)]
+    if saved is None and not compared:
+        compared = [converted(16), codes]
+    way = [plain(layers) for layers in compared]
+    if saved is not None and saved.tiers:
+        tiers = list(saved.tiers)
+    else:
+        size = code_bytes(weights.config, 16)
+        tiers = [one.to(torch.device("cpu")) for one in divide_codes(source, codes, given, size, device)]
     for group in options.groups:
         asked = TierOptions(options.fraction, group)
         found = evaluate_tiers(weights, tiers, references, asked, None, miss=Skip(), on_token=lambda: None)
-        put(row(asked, "no misses", found))
+        put(row(asked, "no misses", found, way))
         for cache in options.caches:
             wanted = parse_cache(cache, asked.slots_of(tiers, options.window - 1), "--caches")
             daemon = PrivateDaemon(
@@ -82,10 +89,10 @@ def main() -> None:
             with daemon:
                 path = daemon.runtime_dir
                 found = evaluate_tiers(weights, tiers, references, asked, path, miss=Skip(), on_token=lambda: None)
-            put(row(asked, cache, found))
+            put(row(asked, cache, found, way))
 
 
-def row(asked: TierOptions, cache: str, found: TierEvaluation) -> dict[str, object]:
+def row(asked: TierOptions, cache: str, found: TierEvaluation, way: Sequence[float]) -> dict[str, object]:
     told = {"row": "tiers", "fraction": str(asked.fraction), "group": asked.group_tokens, "cache": cache}
     kl = {"coarse_kl": found.coarse.kl, "whole_kl": found.whole.kl, "refined_kl": found.refined.kl}
     counts = found.counts
@@ -94,6 +101,7 @@ def row(asked: TierOptions, cache: str, found: TierEvaluation) -> dict[str, obje
         **told,
         **kl,
         "recovered": found.recovered,
+        "recovered_of_plain": (way[0] - found.refined.kl) / (way[0] - way[1]) if len(way) > 1 else None,
         "tokens": found.refined.tokens,
         "recall_by_layer": found.recall,
         "lookups": counts and counts.lookups,
@@ -115,7 +123,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--calibration", type=Path, help="another text to make codes on")
     parser.add_argument("--sequences", type=int, default=128, help="of 512 tokens, for making codes")
-    parser.add_argument("--codes", type=Path, help="codes of 8 ×, saved")
+    parser.add_argument("--codes", type=Path, help="codes of 8 ×, saved, in two tiers or to be divided")
+    parser.add_argument(
+        "--plain", type=Path, nargs=2, default=[], help="saved codes of 16 × and of 8 × to compare with"
+    )
     parser.add_argument("--device", default="cpu", help="where codes are made")
     parser.add_argument("--windows", type=int, default=1)
     parser.add_argument("--window", type=int, default=2048)

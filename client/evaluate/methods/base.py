@@ -21,6 +21,7 @@ from typing import Protocol
 from torch import Tensor
 
 from strataflux.client.errors import MisuseError
+from strataflux.client.evaluate.methods.factors import Factors
 from strataflux.client.runtime.models import DecoderWeights, ModelConfig
 from strataflux.kernels.fsq import FsqLayer
 
@@ -108,6 +109,8 @@ class Making:
     """
     on_layer: Callable[[], object] = lambda: None
     """Called for each layer that was fitted."""
+    tune: Callable[[Sequence[Factors]], Sequence[Factors]] | None = None
+    """Trains the factors that a method has fitted, one a layer; None: they stay as fitted."""
 
     @property
     def config(self) -> ModelConfig:

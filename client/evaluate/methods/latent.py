@@ -8,6 +8,8 @@ rounding left out.
 - *latent*: u in float16, 2 bytes a coordinate.
 - *posthoc* [O]: four times as many coordinates in 16 levels between the least and the largest that the text showed,
   the same for every token; D stays what it was made for the latent as it is. No scales, like a code.
+
+Both can be trained before the rounding (``client/evaluate/methods/tuned.py``).
 """
 
 from functools import partial
@@ -17,10 +19,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from strataflux.client.evaluate.methods.base import KvMethod, Making, MethodSpec, Rebuild, budget_bytes
-from strataflux.client.evaluate.methods.fitting import fit_layers, moments, require_tokens
+from strataflux.client.evaluate.methods.factors import Factors
+from strataflux.client.evaluate.methods.fitting import moments, require_tokens
 from strataflux.client.evaluate.methods.held import Appended
+from strataflux.client.evaluate.methods.tuned import fit_factors
 
-__all__ = ["fit_latent", "make_latent", "make_posthoc"]
+__all__ = ["fit_latent", "make_latent", "make_posthoc", "round_latent"]
 
 _LEVELS = 16
 _RIDGE = 1e-4
@@ -40,7 +44,7 @@ def _directions(matrix: Tensor, x: Tensor, width: int) -> Tensor:
     return encoder
 
 
-def fit_latent(matrix: Tensor, exact: Tensor, fed: Tensor, width: int, *, grid: bool) -> Rebuild:
+def fit_latent(matrix: Tensor, exact: Tensor, fed: Tensor, width: int) -> Factors:
     """One layer.
 
     Args:
@@ -48,7 +52,6 @@ def fit_latent(matrix: Tensor, exact: Tensor, fed: Tensor, width: int, *, grid: 
         exact: inputs [tokens, hidden] in the unconverted model.
         fed: the same behind converted layers.
         width: coordinates; no more than there are directions are used.
-        grid: put 16 levels on each coordinate afterwards.
     """
     encoder, mean = _directions(matrix, exact, width), fed.mean(0)
     u, y = linear(fed - mean, encoder), linear(exact, matrix)
@@ -56,17 +59,22 @@ def fit_latent(matrix: Tensor, exact: Tensor, fed: Tensor, width: int, *, grid: 
     square = moments(u, u)
     square.diagonal().add_(_RIDGE * square.diagonal().mean())
     decoder = torch.linalg.solve(square, moments(u, y - centre)).T.float()
+    return Factors(encoder, -(encoder @ mean), decoder, centre)
+
+
+def round_latent(factors: Factors, fed: Tensor, *, grid: bool) -> Rebuild:
+    """Put 16 levels on each coordinate, between the least and the largest that inputs ``fed`` [tokens, hidden] make;
+    without ``grid`` latents are kept in float16.
+    """
+    u = factors.latent(fed)
     low, high = u.amin(0), u.amax(0)
     step = (high - low) / (_LEVELS - 1)
 
-    def rounded(latent: Tensor) -> Tensor:
-        if not grid:
-            return latent.half().float()
-        return low + step * ((latent - low) / step).round().clamp(0, _LEVELS - 1)
-
     def rebuild(x: Tensor) -> Tensor:
-        latent = linear(x - mean, encoder)
-        return linear(rounded(latent), decoder, centre)
+        latent = factors.latent(x)
+        if not grid:
+            return factors.outputs(latent.half().float())
+        return factors.outputs(low + step * ((latent - low) / step).round().clamp(0, _LEVELS - 1))
 
     return rebuild
 
@@ -75,7 +83,8 @@ def _make(spec: MethodSpec, making: Making, width: int, bits: int) -> KvMethod:
     config, given = making.config, making.text(spec)
     width = min(width, config.hidden, 2 * config.kv_heads * config.head_dim)
     require_tokens(spec, given, 20 * width)
-    rebuild = fit_layers(making, given, partial(fit_latent, width=width, grid=bits < 16), sequential=True)
+    fit, finish = partial(fit_latent, width=width), partial(round_latent, grid=bits < 16)
+    rebuild = fit_factors(making, given, fit, finish, sequential=True)
     size = config.layers * -(-width * bits // 8)
     facts = {"width": width, "bits": bits}
     return KvMethod(

@@ -5,7 +5,8 @@ the inputs, ``W C = U Σ Vᵀ`` cut to rank r gives ``W ≈ (U √Σ) (√Σ V�
 the right factor makes of a token is cached, in 4, 3 or 2 bits between its least and its largest number, with a scale
 and a zero point in float16; before that it is turned by an orthogonal matrix that spreads it evenly and is folded into
 both factors. Keys are rebuilt, normed and rotated when attention needs them.
-[O] The same rank for all groups and layers (the paper also searches ranks), fitted without training; a rank that is no
+[O] The same rank for all groups and layers (the paper also searches ranks), trained only if asked for
+(``client/evaluate/methods/tuned.py``); a rank that is no
 power of two is turned by the product of a Hadamard matrix and a cosine transform of the odd rest.
 """
 
@@ -13,16 +14,17 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from strataflux.client.errors import MisuseError
 from strataflux.client.evaluate.methods.base import KvMethod, Making, MethodSpec, Rebuild, budget_bytes
-from strataflux.client.evaluate.methods.fitting import fit_layers, moments, require_tokens
+from strataflux.client.evaluate.methods.factors import Factors
+from strataflux.client.evaluate.methods.fitting import moments, require_tokens
 from strataflux.client.evaluate.methods.held import Appended
 from strataflux.client.evaluate.methods.ranges import RANGE_BYTES, range_group_bytes, round_in_range
+from strataflux.client.evaluate.methods.tuned import fit_factors
 from strataflux.client.runtime.models import ModelConfig
 
-__all__ = ["factors_of", "fit_palu", "heads_of_group", "make_palu", "palu_rank", "spreading"]
+__all__ = ["factors_of", "fit_palu", "heads_of_group", "make_palu", "palu_rank", "spread_latents", "spreading"]
 
 _HEADS = 4
 _RIDGE = 1e-6
@@ -74,7 +76,7 @@ def factors_of(matrix: Tensor, second_moment: Tensor, rank: int) -> tuple[Tensor
     return left[:, :rank] * root, root[:, None] * behind
 
 
-def fit_palu(matrix: Tensor, x: Tensor, rank: int, rows: int, bits: int) -> Rebuild:
+def fit_palu(matrix: Tensor, x: Tensor, rank: int, rows: int) -> Factors:
     """One layer.
 
     Args:
@@ -82,18 +84,30 @@ def fit_palu(matrix: Tensor, x: Tensor, rank: int, rows: int, bits: int) -> Rebu
         x: inputs [tokens, hidden] in the model as it is.
         rank: coordinates of a group.
         rows: outputs of a group.
-        bits: of a coordinate.
     """
     second_moment = moments(x, x)
-    turned = spreading(rank).to(matrix.device)
-    pairs = [factors_of(group, second_moment, rank) for group in torch.split(matrix, rows)]
-    lefts = [(left @ turned.T).float() for left, _ in pairs]
-    rights = torch.cat([turned @ right for _, right in pairs]).float()
+    lefts, rights = zip(*(factors_of(group, second_moment, rank) for group in torch.split(matrix, rows)), strict=True)
+    right, left = torch.cat(rights).float(), torch.block_diag(*lefts).float()  # type: ignore[no-untyped-call]
+    return Factors(right, right.new_zeros(right.shape[0]), left, left.new_zeros(left.shape[0]), len(lefts))
 
-    def rebuild(inputs: Tensor) -> Tensor:
-        latents = linear(inputs, rights).unflatten(-1, (-1, rank))  # type: ignore[no-untyped-call]
-        latents = round_in_range(latents, bits)
-        return torch.cat([linear(latents[..., group, :], left) for group, left in enumerate(lefts)], -1)
+
+def spread_latents(factors: Factors, bits: int) -> Rebuild:
+    """Turn each group's latent so that it is spread evenly, and round it to ``bits`` in its range."""
+    groups = factors.groups
+    rank = factors.encoder.shape[0] // groups
+    turned = torch.block_diag(*[spreading(rank)] * groups).float()  # type: ignore[no-untyped-call]
+    turned = turned.to(factors.encoder.device)
+    spread = Factors(
+        turned @ factors.encoder,
+        turned @ factors.encoder_bias,
+        factors.decoder @ turned.T,
+        factors.decoder_bias,
+        groups,
+    )
+
+    def rebuild(x: Tensor) -> Tensor:
+        latents = spread.latent(x).unflatten(-1, (groups, rank))  # type: ignore[no-untyped-call]
+        return spread.outputs(round_in_range(latents, bits).flatten(-2))
 
     return rebuild
 
@@ -109,10 +123,13 @@ def make_palu(spec: MethodSpec, making: Making) -> KvMethod:
     rank, rows = palu_rank(config, budget_bytes(config, spec), bits), heads_of_group(config.kv_heads) * config.head_dim
     require_tokens(spec, given, 2 * config.hidden)
 
-    def fit(matrix: Tensor, exact: Tensor, _: Tensor) -> Rebuild:
-        return fit_palu(matrix, exact, rank, rows, bits)
+    def fit(matrix: Tensor, exact: Tensor, _: Tensor) -> Factors:
+        return fit_palu(matrix, exact, rank, rows)
 
-    rebuild = fit_layers(making, given, fit, sequential=False)
+    def finish(factors: Factors, _: Tensor) -> Rebuild:
+        return spread_latents(factors, bits)
+
+    rebuild = fit_factors(making, given, fit, finish, sequential=False)
     size = config.layers * (2 * config.kv_heads * config.head_dim // rows) * range_group_bytes(rank, bits)
     facts = {"rank": rank, "bits": bits, "groups": 2 * config.kv_heads * config.head_dim // rows}
     return KvMethod(

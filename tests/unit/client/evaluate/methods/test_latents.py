@@ -1,6 +1,7 @@
 """Latents and factors, against their definitions on small matrices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -10,11 +11,15 @@ from torch import Tensor
 
 from strataflux.client.errors import InputError, MisuseError
 from strataflux.client.evaluate.methods.base import KvMethod, Making, parse_method
+from strataflux.client.evaluate.methods.factors import Factors
 from strataflux.client.evaluate.methods.fitting import moments
-from strataflux.client.evaluate.methods.latent import fit_latent
+from strataflux.client.evaluate.methods.latent import fit_latent, round_latent
 from strataflux.client.evaluate.methods.palu import factors_of, heads_of_group, palu_rank, spreading
 from strataflux.client.evaluate.methods.ranges import round_in_range
 from strataflux.client.evaluate.methods.registry import make_method
+from strataflux.client.evaluate.methods.tuned import FactorTuning
+from strataflux.client.prepare.fsq_tune import TuneSettings
+from strataflux.client.prepare.fsq_tune_text import random_sequences
 from strataflux.client.runtime.models import DecoderWeights
 
 
@@ -95,7 +100,7 @@ def test_ranks_follow_bytes(weights: DecoderWeights) -> None:
 
 def test_a_latent_of_full_width_changes_nothing() -> None:
     x, matrix = correlated(800, 24, 10), some_matrix(12, 24)
-    rebuild = fit_latent(matrix, x, x, 12, grid=False)
+    rebuild = round_latent(fit_latent(matrix, x, x, 12), x, grid=False)
     torch.testing.assert_close(rebuild(x), x @ matrix.T, atol=0.05, rtol=0.01)
 
 
@@ -106,7 +111,7 @@ def test_a_latent_is_the_best_of_its_width() -> None:
     loud = (y - y.mean(0)).square().view(-1, 2, 6).mean((0, 2)).sqrt()
     matrix = matrix / loud.repeat_interleave(6)[:, None]
     y = (x @ matrix.T).double()
-    rebuild = fit_latent(matrix, x, x, 4, grid=False)
+    rebuild = round_latent(fit_latent(matrix, x, x, 4), x, grid=False)
     error = (y - rebuild(x).double()).square().sum()
     strengths = torch.linalg.svdvals(y - y.mean(0))
     assert float(error) == pytest.approx(float(strengths[4:].square().sum()), rel=0.01)
@@ -114,9 +119,9 @@ def test_a_latent_is_the_best_of_its_width() -> None:
 
 def test_a_grid_put_on_afterwards_rounds_the_same_latent() -> None:
     x, matrix = correlated(3000, 24, 12), some_matrix(12, 24)
-    plain, coarse = (fit_latent(matrix, x, x, 12, grid=grid) for grid in (False, True))
+    plain, coarse = (round_latent(fit_latent(matrix, x, x, 12), x, grid=grid) for grid in (False, True))
     # Rounded coordinates move each output by at most half a step of each; and only 16 ^ 1 values are left of one.
-    single = fit_latent(matrix, x, x, 1, grid=True)
+    single = round_latent(fit_latent(matrix, x, x, 1), x, grid=True)
     assert len(torch.unique((single(x) - single(x).mean(0))[:, 0].round(decimals=4))) == 16
     far = (plain(x) - coarse(x)).norm() / (plain(x) - plain(x).mean(0)).norm()
     assert 0.02 < float(far) < 0.3
@@ -164,3 +169,33 @@ def test_wider_is_closer(making: Making) -> None:
     for name in ("latent", "palu", "posthoc", "fsq"):
         far = [float((made(f"{name}:{ratio}x", making).rebuild[0](x) - x @ rows.T).norm()) for ratio in (2, 4, 8)]
         assert far == sorted(far), name
+
+
+# --- trained ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["latent:8x", "posthoc:8x", "palu:8x"])
+def test_factors_are_trained_before_they_are_rounded(making: Making, text: str) -> None:
+    """By the loss that codes are trained by; groups stay apart, and what is rounded is what was trained."""
+    weights, given = making.weights, making.text(parse_method(text))
+    seen: list[FactorTuning] = []
+
+    def tune(factors: Sequence[Factors]) -> Sequence[Factors]:
+        tuning = FactorTuning(weights, factors, TuneSettings(steps=12, check_every=3), held_out=[given[:8]])
+        tuning.run(random_sequences(given[8:].flatten(), 8, 48, seed=0))
+        seen.append(tuning)
+        return tuning.result()
+
+    plain, trained = made(text, making), made(text, replace(making, tune=tune))
+    assert plain.facts == trained.facts
+    (tuning,) = seen
+    assert tuning.held_out_loss < tuning.held_out_before
+    for factors in tuning.result():
+        blocks = factors.decoder.unflatten(0, (factors.groups, -1)).unflatten(2, (factors.groups, -1))
+        assert all(
+            (blocks[i, :, j] == 0).all() == (i != j) for i in range(factors.groups) for j in range(factors.groups)
+        )
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(4))
+    for one, rebuild in zip(tuning.result(), trained.rebuild, strict=True):
+        far = (rebuild(x) - one.rebuild(x)).norm() / one.rebuild(x).norm()
+        assert float(far) < (1e-3 if text.startswith("latent") else 0.3)
