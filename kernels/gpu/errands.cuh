@@ -54,7 +54,8 @@ __device__ __forceinline__ void fetch_records(const i64* f, int block, int block
 template <int THREADS>
 __device__ __forceinline__ void add_records(const i64* f, int block, int blocks, float* scratch) {
   constexpr int WORDS = THREADS < 64 ? THREADS : 64, GROUPS = THREADS / WORDS, BATCH = 256, DEEP = 8;
-  static_assert(BATCH + GROUPS * 8 * WORDS <= ERRAND_SCRATCH<THREADS>, "scratch");
+  constexpr int OWN = 8 * WORDS / THREADS;  // outputs of a column that a thread adds up
+  static_assert(OWN >= 1 && BATCH + GROUPS * 8 * WORDS <= ERRAND_SCRATCH<THREADS>, "too many threads, or too little scratch");
   float* weight = scratch;
   auto sums = (float(*)[8 * WORDS])(scratch + BATCH);
   const u16* x = (const u16*)f[0];
@@ -66,23 +67,33 @@ __device__ __forceinline__ void add_records(const i64* f, int block, int blocks,
   float* y = (float*)f[7];
   const int word0 = threadIdx.x % WORDS, group = threadIdx.x / WORDS;
   for (int column = block; column * 8 * WORDS < outputs; column += blocks) {
-    const int word = column * WORDS + word0;
+    const int word = column * WORDS + word0, first = column * 8 * WORDS + threadIdx.x;
     const bool inside = 8 * word < outputs;
-    float sum[8] = {};
+    // Whatever needs no other number is asked for at once: a short launch waits for the last of these.
+    float before[OWN], factor[OWN], sum[8] = {};
+#pragma unroll
+    for (int o = 0; o < OWN; o++)
+      if (first + o * THREADS < outputs) before[o] = y[first + o * THREADS], factor[o] = scale[first + o * THREADS];
     for (int base = 0; base < selected; base += BATCH) {
       const int records = min(BATCH, selected - base);
-      __syncthreads();
-      // An absent record's input must not come near the sum: it may be infinite.
-      for (int i = threadIdx.x; i < records; i += THREADS)
-        weight[i] = load_cell(addresses + base + i) ? half_to_float(load_half(x + load_word(channels + base + i))) : 0;
-      __syncthreads();
-      for (int record = group; record < records; record += GROUPS * DEEP) {
-        u32 codes[DEEP];
+      u32 codes[DEEP];
+      auto take = [&](int record) {
 #pragma unroll
         for (int d = 0; d < DEEP; d++) {
           const int i = record + d * GROUPS;
           codes[d] = inside && i < records ? load_word(rows + (i64)(base + i) * stride + word) : 0;
         }
+      };
+      take(group);
+      __syncthreads();
+      // An absent record's input must not come near the sum: it may be infinite.
+      for (int i = threadIdx.x; i < records; i += THREADS) {
+        const int channel = load_int(channels + base + i);
+        weight[i] = load_cell(addresses + base + i) ? half_to_float(load_half(x + channel)) : 0;
+      }
+      __syncthreads();
+      for (int record = group; record < records; record += GROUPS * DEEP) {
+        if (record != group) take(record);
 #pragma unroll
         for (int d = 0; d < DEEP; d++) {
           const int i = record + d * GROUPS;
@@ -95,13 +106,14 @@ __device__ __forceinline__ void add_records(const i64* f, int block, int blocks,
 #pragma unroll
     for (int n = 0; n < 8; n++) sums[group][n * WORDS + word0] = sum[n];
     __syncthreads();
-    for (int i = threadIdx.x; i < 8 * WORDS; i += THREADS) {
-      const int output = column * 8 * WORDS + i;
-      if (output >= outputs) continue;
+#pragma unroll
+    for (int o = 0; o < OWN; o++) {
+      const int i = threadIdx.x + o * THREADS;
+      if (first + o * THREADS >= outputs) continue;
       float total = 0;
 #pragma unroll
       for (int s = 0; s < GROUPS; s++) total += sums[s][i % 8 * WORDS + i / 8];
-      y[output] += scale[output] * total;
+      y[first + o * THREADS] = before[o] + factor[o] * total;
     }
   }
 }
