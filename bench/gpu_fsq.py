@@ -66,6 +66,9 @@ class Plan(NamedTuple):
     unordered: int | None = None
     score_splits: int | None = None
     mix_splits: int | None = None
+    alone: int | None = None
+    wide: int | None = None
+    mix_turns: int | None = None
 
 
 class Layers:
@@ -87,8 +90,8 @@ class Layers:
 
     def work(self, plan: Plan) -> FsqWork:
         """Work memory for a plan."""
-        shares, (scores, mix) = self.decoders[0].shares, plan[2:]
-        return FsqWork(*self.shape, CUDA, shares=shares, score_splits=scores, mix_splits=mix)
+        shares, (scores, mix) = self.decoders[0].shares, plan[2:4]
+        return FsqWork(*self.shape, CUDA, shares=shares, score_splits=scores, mix_splits=mix, mix_turns=plan.mix_turns)
 
     def each(self, body: Callable[[Tensor, FsqDecoder], object]) -> float:
         """Microseconds a layer."""
@@ -121,7 +124,9 @@ def launched(decoder: FsqDecoder, plans: list[Plan]) -> list[FsqPlan]:
     """What the first kernel does by those plans that fit."""
     if shared_bytes(decoder, 1) > MOST_SHARED:
         return []
-    found = [FsqPlan(plan.teams or teams_of(decoder), not plan.unordered) for plan in plans]
+    found = [
+        FsqPlan(plan.teams or teams_of(decoder), not plan.unordered, not plan.alone, bool(plan.wide)) for plan in plans
+    ]
     return [plan for plan in found if shared_bytes(decoder, plan.teams) <= MOST_SHARED]
 
 
@@ -133,51 +138,56 @@ def bytes_of(ratio: float) -> int:
 # --- right ------------------------------------------------------------------------------------------------------------
 
 
-def build(rows: Rows, groups: tuple[int, ...], plans: list[Plan]) -> None:
+def build(
+    rows: Rows, groups: tuple[int, ...], plans: list[Plan], ratios: tuple[float, ...], kinds: tuple[RebuildKind, ...]
+) -> None:
     """Compile what other sections run, many at a time."""
     names, cpu = set(), torch.device("cpu")
-    for nbytes in {width // 2 for width in WIDTHS} | {bytes_of(ratio) for ratio in RATIOS}:
+    for nbytes in {width // 2 for width in WIDTHS} | {bytes_of(ratio) for ratio in ratios}:
         heads = random_heads(FsqGrid.uniform(2 * nbytes, 16), 1, 128, True, cpu)
-        for kind in KINDS:
+        for kind in kinds:
             for group in {*groups, *GROUPS}:
-                tried = [Plan(), *(plans if group in groups else [])]
+                tried = [Plan(), *plans]
                 decoder = prepared(heads, 1, kind, cpu)
                 work = FsqWork(1, group, heads.grid, 1, cpu, shares=decoder.shares)
                 names.add(join_instance(decoder, work))
-                names.add(mix_instance(work))
+                for plan in tried:
+                    works = FsqWork(1, group, heads.grid, 1, cpu, shares=decoder.shares, mix_turns=plan.mix_turns)
+                    names.add(mix_instance(works))
                 names |= {scores_instance(decoder, work, plan) for plan in launched(decoder, tried)}
     with ThreadPoolExecutor(15) as pool:
         list(pool.map(compile_fsq, sorted(names)))
     rows.add("build", "compiled", instances=len(names))
 
 
-def correct(rows: Rows) -> None:
+def correct(rows: Rows, plans: list[Plan], kinds: tuple[RebuildKind, ...]) -> None:
     """All widths, lengths and groups; each launch must also repeat itself to the bit."""
-    for kind in KINDS:
+    for kind in kinds:
         for width in WIDTHS:
-            errors: dict[str, float] = {}
-            equal = True
             try:
-                for group in GROUPS:
-                    case = make_fsq_case(FsqGrid.uniform(width, 16), LENGTHS, KV_HEADS, group, 128, True, CUDA)
-                    decoder, sizes = (
-                        prepared(case.heads, case.codes.shape[1], kind),
-                        (case.heads.grid, case.codes.shape[1]),
-                    )
-                    work = FsqWork(len(LENGTHS), KV_HEADS * group, *sizes, CUDA, shares=decoder.shares)
-                    outs = [torch.full(case.queries.shape, torch.nan, device=CUDA) for _ in range(3)]
-                    for out in outs:
-                        fsq_attend(case.queries, case.codes, case.lengths, decoder, work)
-                        fsq_merge(work, decoder.values, out)
-                    exactly = case.exactly()
-                    errors |= {
-                        f"{group}×{n}": relative_error(a, b) for n, a, b in zip(LENGTHS, outs[0], exactly, strict=True)
-                    }
-                    equal = equal and all(torch.equal(outs[0], out) for out in outs)
+                for name, (errors, equal) in _correct(kind, width, plans).items():
+                    rows.add("correct", f"{kind} {width}", plan=name, worst=max(errors.values()), equal=equal,
+                             errors=errors)  # fmt: skip
             except ValueError as error:
                 rows.add("correct", f"{kind} {width}", refused=str(error))
-                continue
-            rows.add("correct", f"{kind} {width}", worst=max(errors.values()), equal=equal, errors=errors)
+
+
+def _correct(kind: RebuildKind, width: int, plans: list[Plan]) -> dict[str, tuple[dict[str, float], bool]]:
+    """Errors by group and length, and whether launches gave equal bits, of every plan."""
+    found: dict[str, tuple[dict[str, float], bool]] = {}
+    for group in GROUPS:
+        case = make_fsq_case(FsqGrid.uniform(width, 16), LENGTHS, KV_HEADS, group, 128, True, CUDA)
+        decoder, sizes = prepared(case.heads, case.codes.shape[1], kind), (case.heads.grid, case.codes.shape[1])
+        work, exactly = FsqWork(len(LENGTHS), KV_HEADS * group, *sizes, CUDA, shares=decoder.shares), case.exactly()
+        for how in dict.fromkeys(launched(decoder, plans)):
+            outs = [torch.full(case.queries.shape, torch.nan, device=CUDA) for _ in range(3)]
+            for out in outs:
+                fsq_attend(case.queries, case.codes, case.lengths, decoder, work, how)
+                fsq_merge(work, decoder.values, out)
+            errors, equal = found.get(str(tuple(how)), ({}, True))
+            errors |= {f"{group}×{n}": relative_error(a, b) for n, a, b in zip(LENGTHS, outs[0], exactly, strict=True)}
+            found[str(tuple(how))] = (errors, equal and all(torch.equal(outs[0], out) for out in outs))
+    return found
 
 
 def splits(rows: Rows) -> None:
@@ -240,12 +250,15 @@ def ways(q: Tensor, group: int) -> dict[str, Callable[[Tensor, Tensor], Tensor]]
     return found
 
 
-def speed(rows: Rows, best: dict[tuple[int, int, int], float], groups: tuple[int, ...], plans: list[Plan]) -> None:
+def speed(
+    rows: Rows, best: dict[tuple[int, int, int], float], groups: tuple[int, ...], plans: list[Plan],
+    ratios: tuple[float, ...], kinds: tuple[RebuildKind, ...],
+) -> None:  # fmt: skip
     """Each ratio by each kind, every plan; the fastest plan is the row's."""
     for batch, tokens in SHAPES:
         for group in groups:
-            for ratio in RATIOS:
-                for kind in KINDS:
+            for ratio in ratios:
+                for kind in kinds:
                     try:
                         rows.add("speed", f"{ratio} ×, {kind}, {batch} × {tokens}, group {group}",
                                  **_speed(bytes_of(ratio), kind, batch, tokens, group, plans, best))  # fmt: skip
@@ -333,22 +346,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--groups", nargs="*", type=int, default=[2])
-    parser.add_argument(
-        "--plans", nargs="*", default=["0,0,0,0"], help="teams,unordered,score splits,mix splits; 0: the default"
-    )
+    parser.add_argument("--ratios", nargs="*", type=float, default=RATIOS)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS)
+    parser.add_argument("--plans", nargs="*", default=[""], help=f"{','.join(Plan._fields)}; 0: the default")
     options = parser.parse_args()
+    ratios, kinds = tuple(options.ratios), tuple(options.kinds)
     rows, groups = Rows(options.out, options.seconds), tuple(options.groups)
-    plans = [Plan(*(int(part) or None for part in plan.split(","))) for plan in options.plans]
+    plans = [Plan(*(int(part or 0) or None for part in plan.split(","))) for plan in options.plans]
     torch.manual_seed(0)
     torch.zeros(1, device="cuda")
     best: dict[tuple[int, int, int], float] = {}
     sections: dict[str, Callable[[], None]] = {
         "environment": lambda: environment(rows),
-        "build": lambda: build(rows, groups, plans),
-        "correct": lambda: correct(rows),
+        "build": lambda: build(rows, groups, plans, ratios, kinds),
+        "correct": lambda: correct(rows, plans, kinds),
         "splits": lambda: splits(rows),
         "baseline": lambda: baselines(rows, best, groups),
-        "speed": lambda: speed(rows, best, groups, plans),
+        "speed": lambda: speed(rows, best, groups, plans, ratios, kinds),
         "portable": lambda: portable(rows, best),
         "ceilings": lambda: ceilings(rows),
         "tests": lambda: tests(rows),

@@ -54,6 +54,10 @@ class FsqPlan(NamedTuple):
     """Groups of 128 threads in a block; each has a block of codes of its own."""
     ordered: bool = True
     """Teams take turns at the tensor cores: while one multiplies, the others score."""
+    grouped: bool = True
+    """Keys meet queries in products of a whole team, too, which wait in the tensor cores' queue like others."""
+    wide: bool = False
+    """Products of fp8 are summed in float32."""
 
 
 def has_fsq_path(x: Tensor) -> bool:
@@ -62,10 +66,12 @@ def has_fsq_path(x: Tensor) -> bool:
 
 
 def shared_bytes(decoder: FsqDecoder, teams: int) -> int:
-    """Shared memory of a block of threads: a head's decoder, and for each team of 128 threads a block of codes."""
+    """Shared memory of a block of threads: a head's decoder, and for each team of 128 threads a block of codes and room
+    for queries of up to eight heads.
+    """
     d = decoder.heads.head_dim
-    each = BLOCK_TOKENS * decoder.heads.grid.nbytes + 4 * d + 8
-    return decoder.images.shape[1] + teams * each + 10 * d + 8 * (2 * d + 16) + 8
+    each = BLOCK_TOKENS * decoder.heads.grid.nbytes + 4 * d + 64 * d // decoder.shares + 8
+    return decoder.images.shape[1] + teams * each + 8 * d + 256 + 8
 
 
 def teams_of(decoder: FsqDecoder) -> int:
@@ -89,8 +95,10 @@ def scores_instance(decoder: FsqDecoder, work: FsqWork, plan: FsqPlan) -> str:
     group = check_heads(d, work.heads, decoder.heads.kv_heads)
     norm = "false" if decoder.heads.key_norm is None else "true"
     order = "true" if plan.ordered and plan.teams > 1 else "false"
-    kind = {"half": "HALF", "int8": "INT8", "fp8": "FP8"}[decoder.kind]
-    return f"fsq_scores<{kind}, {d}, {work.grid.nbytes}, {group}, {plan.teams}, {norm}, {order}, {decoder.shares}>"
+    kind = {"half": "HALF", "int8": "INT8", "fp8": "FP8_WIDE" if plan.wide else "FP8"}[decoder.kind]
+    grouped = "true" if plan.grouped else "false"
+    sizes = f"{d}, {work.grid.nbytes}, {group}, {plan.teams}"
+    return f"fsq_scores<{kind}, {sizes}, {norm}, {order}, {decoder.shares}, {grouped}>"
 
 
 def join_instance(decoder: FsqDecoder, work: FsqWork) -> str:
@@ -141,13 +149,13 @@ def fsq_scores(
     """The first half of :func:`fsq_attend`: logits of all tokens; its arguments are not checked again."""
     kv_heads, images, device = decoder.heads.kv_heads, len(decoder.images), queries.get_device()
     splits, size = work.score_splits(images), shared_bytes(decoder, plan.teams)
-    prepared = (decoder.images, decoder.affine, decoder.gamma, decoder.scalars, decoder.base, decoder.inner)
+    prepared = (decoder.images, decoder.affine, decoder.scalars, decoder.base, decoder.eighth, decoder.inner)
     left = (work.scores if decoder.shares == 1 else work.sums, work.squares)
     given = _arguments(codes, *prepared, queries, lengths, *left, kv_heads, splits, work.blocks)
     function = _function(scores_instance(decoder, work, plan), size, device)
     function.launch(work.batch * splits * images, 128 * plan.teams, given, early=False, shared_bytes=size)
     if decoder.shares > 1:
-        given = _arguments(work.sums, work.squares, decoder.scalars, work.scores, kv_heads, work.blocks)
+        given = _arguments(work.sums, work.squares, decoder.scalars, lengths, work.scores, kv_heads, work.blocks)
         function = _function(join_instance(decoder, work), 0, device)
         function.launch(work.batch * work.heads * -(-work.blocks // 4), 256, given, early=False)
 

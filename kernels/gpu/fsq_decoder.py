@@ -7,11 +7,13 @@ of it. With u the number that q becomes and r the stored row:
     kind   u of levels 0, 2, 4, 6 of a word     of 1, 3, 5, 7               r
     half   1024 + q                             1024 + 16 q (r over 16)     float16
     int8   q                                    q                           int8, rounded to 127ths of the row's largest
-    fp8    q / 512, the same bits               q / 512                     e4m3, rounded to fit 448
+    fp8    q / 512, the same bits               q / 512                     e4m3, no scale
 
 ``k_d = s_d (r · u) + t_d``, where t holds the bias and what the numbers are off the level's centre. All is scaled so
-that keys are near one before their norm: float16 takes over there. The rounding of int8 and fp8 is the only loss of
-those kinds beyond float16's; both are ours, the paper rebuilds in bfloat16.
+that keys are near one before their norm: float16 takes over there. e4m3 has room for rows of all sizes, so fp8 has no
+s, and its t is a part of the product: whatever is left of a chunk of 32 levels (a chunk more if nothing is) stands for
+coordinates that are always 1/8, whose decoder adds up to t. The rounding of int8 and fp8 is the only loss of those
+kinds beyond float16's; both are ours, the paper rebuilds in bfloat16.
 """
 
 from typing import Final, Literal, NamedTuple
@@ -27,6 +29,8 @@ RebuildKind = Literal["half", "int8", "fp8"]
 
 _MAGIC: Final = 12582912.0
 _LARGEST: Final = {"half": 256.0, "int8": 127.0, "fp8": 448.0}
+_LEVELS_A_UNIT: Final = 512  # of fp8
+_AFTER: Final = 0.125  # what levels after a code are in fp8
 _CHUNK_LEVELS: Final = 32
 _WHOLE_SUMS: Final = 1 << 22
 
@@ -58,11 +62,12 @@ class FsqDecoder:
 
     Attributes:
         images: [kv_heads · shares, steps · head_dim / shares · 32] uint8, keys' decoders in the order of shared memory.
-        affine: [kv_heads, head_dim, 2] float32: s and t.
-        gamma: [head_dim] float16, the norm's weights; ones where keys are not normed.
+        affine: [kv_heads, head_dim, 2] float32: s and t; unused by fp8.
         scalars: [kv_heads, 2] float32: what is added to the mean of squares, and the scale of logits.
         base: [blocks, head_dim / 4, 2, 2] float16: cosines, then sines, of two channels at a block's first position.
-        inner: [2, 64, head_dim / 2] float16: cosines, then sines, of a token's place in its block.
+        eighth: [head_dim / 4, 2, 2] float16, likewise of position 8.
+        inner: [4, 64, head_dim / 2] float16, of a token's place in its block: with w and v the norm's weights of two
+            channels that turn together, w · cosine, -v · sine, v · cosine and w · sine.
         values: for the merge.
     """
 
@@ -90,8 +95,10 @@ class FsqDecoder:
         heads = heads.to(torch.device("cpu"))
         d, width = heads.head_dim, heads.grid.width
         unit = _unit_of(heads)
+        if kind == "fp8":
+            unit = torch.minimum(unit, _largest_unit(heads, _after(width)))
         stored, scale = _stored_rows(heads.key_decoder.double() * unit[:, None, None], kind)
-        numbers = torch.full((width,), 7.5, dtype=torch.float64)
+        numbers = torch.full((width,), 7.5 / (_LEVELS_A_UNIT if kind == "fp8" else 1), dtype=torch.float64)
         if kind == "half":
             numbers = 1024 + numbers * torch.where(_odd(width), 16, 1)
         offset = (stored * numbers).sum(-1) * scale
@@ -99,15 +106,16 @@ class FsqDecoder:
         if kind == "int8":
             self._check_sums(stored)
             added = added - scale * _MAGIC
-        factor = scale * 512 if kind == "fp8" else scale
+        if kind == "fp8":
+            whole_bytes = torch.nn.functional.pad(stored, (0, width % 2))
+            stored = torch.cat([whole_bytes, _sum_to(added / _AFTER, _after(width))], -1)
         self.images = _image(_shared_out(stored, shares), kind).to(device)
-        self.affine = torch.stack([factor, added], -1).float().to(device)
-        norm = torch.ones(d) if heads.key_norm is None else heads.key_norm
-        self.gamma = norm.half().to(device)
+        self.affine = torch.stack([scale, added], -1).float().to(device)
         self.scalars = _scalars(heads, unit).to(device)
         first, inside = block_turns(heads.frequencies, blocks)
-        self.base = torch.stack([t.view(blocks, -1, 2) for t in first], -2).half().contiguous().to(device)
-        self.inner = torch.stack(inside).half().to(device)
+        self.base = _pairs_of(*first).to(device)
+        self.eighth = _pairs_of(*(t[8:9] for t in inside))[0].to(device)
+        self.inner = _weighted_turns(*inside, heads.key_norm).to(device)
         self.values = FsqValues.of_heads(heads, device, off=0.5)  # kernels sum q - 8, centres are q - 7.5
 
     def _check_sums(self, stored: Tensor) -> None:
@@ -123,18 +131,53 @@ def _unit_of(heads: FsqHeads) -> Tensor:
     return power.mean(-1).clamp_min(1e-30).rsqrt()
 
 
+def _pairs_of(cosines: Tensor, sines: Tensor) -> Tensor:
+    """[rows, head_dim / 4, 2, 2] float16: cosines, then sines, of two channels."""
+    return torch.stack([t.view(len(t), -1, 2) for t in (cosines, sines)], -2).half().contiguous()
+
+
+def _weighted_turns(cosines: Tensor, sines: Tensor, norm: Tensor | None) -> Tensor:
+    weights = torch.ones(2 * cosines.shape[-1]) if norm is None else norm
+    first, second = weights.double().chunk(2)
+    return torch.stack([first * cosines, -second * sines, second * cosines, first * sines]).half()
+
+
+def _after(width: int) -> int:
+    """Levels after a code of this width in fp8: what is left of its last byte has no decoder."""
+    taken = -(-width // 2) * 2
+    return -taken % _CHUNK_LEVELS or _CHUNK_LEVELS
+
+
+def _largest_unit(heads: FsqHeads, after: int) -> Tensor:
+    """[kv_heads] float64: beyond this a row or what is added to it would not fit e4m3."""
+    rows, most = heads.key_decoder.double(), _LARGEST["fp8"]
+    added = heads.key_bias.double().abs() + 7.5 * rows.sum(-1).abs()
+    by_rows = most / (_LEVELS_A_UNIT * rows.abs().amax((-1, -2)).clamp_min(1e-30))
+    return torch.minimum(by_rows, 0.9 * after * most * _AFTER / added.amax(-1).clamp_min(1e-30))
+
+
+def _sum_to(total: Tensor, count: int) -> Tensor:
+    """Numbers [..., count] of e4m3 that add up to ``total``, each the nearest to what is left."""
+    parts = []
+    for _ in range(count):
+        nearest = total.clamp(-_LARGEST["fp8"], _LARGEST["fp8"]).to(torch.float8_e4m3fn).double()
+        parts.append(nearest)
+        total = total - nearest
+    return torch.stack(parts, -1)
+
+
 def _odd(width: int) -> Tensor:
     return torch.arange(width) % 2 == 1
 
 
 def _stored_rows(rows: Tensor, kind: RebuildKind) -> tuple[Tensor, Tensor]:
     """Rows [kv_heads, d, width] float64 as they are stored, and their scales [kv_heads, d]."""
+    if kind == "fp8":
+        return (rows * _LEVELS_A_UNIT).to(torch.float8_e4m3fn).double(), torch.ones_like(rows[..., 0])
     scale = rows.abs().amax(-1).clamp_min(1e-30) / _LARGEST[kind]
     whole = rows / scale[..., None]
     if kind == "int8":
         return whole.round(), scale
-    if kind == "fp8":
-        return whole.to(torch.float8_e4m3fn).double(), scale
     return (whole * torch.where(_odd(rows.shape[-1]), 1 / 16, 1)).half().double(), scale
 
 

@@ -19,7 +19,7 @@ MIX_HEADS: Final = 16
 """Heads that a block of threads of the second kernel has."""
 
 _SPAN: Final = 64
-_MIX_WARPS: Final = 8
+_MIX_WARPS: Final = 6
 _MIX_SHARED: Final = 110 << 10  # two blocks of threads a multiprocessor
 
 
@@ -37,7 +37,7 @@ class FsqWork:
 
     def __init__(
         self, batch: int, heads: int, grid: FsqGrid, blocks: int, device: torch.device, *,
-        shares: int = 1, score_splits: int | None = None, mix_splits: int | None = None,
+        shares: int = 1, score_splits: int | None = None, mix_splits: int | None = None, mix_turns: int | None = None,
     ) -> None:  # fmt: skip
         """Allocate for ``heads`` query heads and codes of ``grid``.
 
@@ -50,17 +50,18 @@ class FsqWork:
             shares: of the decoder.
             score_splits: blocks of threads that share a KV head's tokens; None: as many as fill the device once.
             mix_splits: likewise those that share a sequence's tokens; None: two for each multiprocessor.
+            mix_turns: groups of warps of the second kernel that share a block's tokens; None: as many as fit.
         """
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         # fixed after construction
         self.blocks, self.grid, self.shares = blocks, grid, shares
         self._processors, self._score_splits = processors, score_splits
         self.spans = -(-grid.width // _SPAN)
-        self.spans_a_warp = 2 if self.spans > _MIX_WARPS else 1
+        self.spans_a_warp = min(2, self.spans)
         self.lanes = -(-self.spans // self.spans_a_warp)
-        self.turns = 4 if self.lanes <= _MIX_WARPS // 4 else 2 if self.lanes <= _MIX_WARPS // 2 else 1
+        self.turns = mix_turns or max(1, _MIX_WARPS // self.lanes)
         self._stage = BLOCK_TOKENS * grid.nbytes + 4 * BLOCK_TOKENS * MIX_HEADS
-        self.stages = min(4, _MIX_SHARED // self._stage)
+        self.stages = max(1, min(4, _MIX_SHARED // (self._stage * self.turns)))
         filling = max(1, 2 * processors // batch)
         self.mix_splits = min(blocks, filling if mix_splits is None else mix_splits)
         # device memory
@@ -99,7 +100,8 @@ class FsqWork:
     @property
     def mix_shared(self) -> int:
         """Bytes of shared memory of each: codes and logits on their way, later what warps that take turns leave."""
-        return max(self.stages * (self._stage + 8), 4 * 37 * 32 * self.lanes * (self.turns - 1))
+        kept = 4 * (32 * self.spans_a_warp + 5) * 32 * self.lanes * (self.turns - 1)
+        return max(self.turns * self.stages * (self._stage + 8), kept)
 
     def score_splits(self, images: int) -> int:
         """Blocks of threads that share the tokens of a sequence for one of ``images`` decoders."""

@@ -7,11 +7,21 @@ static unsigned int left_sides[8][2][128][4];
 static int team_turns[1024];
 
 static void meet_group(int team) { meet(of_team[team]); }
+static Meeting of_part[32];
+static void meet_warps(int team, int threads) {
+  of_part[team].expected = threads;
+  meet(of_part[team]);
+}
+static bool __any_sync(unsigned int, bool value) { return __reduce_max_sync(~0u, value); }
 static Meeting of_turn[8] = {{256}, {256}, {256}, {256}, {256}, {256}, {256}, {256}};
 static void wait_for_turn(int team) { meet(of_turn[team]); }
 static void pass_turn(int to) {
   if (++of_turn[to].arrived == of_turn[to].expected) of_turn[to].arrived = 0, of_turn[to].held++;
 }
+template <typename Value>
+static void keep(Value&) {}
+static int same(int x) { return __shfl_sync(~0u, x, 0); }
+static void show_products() {}
 static void begin_products() {}
 static void commit_products() {}
 template <int LEFT>
@@ -39,8 +49,9 @@ static unsigned int right_number(const unsigned char* tile, int row, int k, int 
   std::memcpy(&v, tile + at / 16 * rows * 16 + row / 8 * 128 + row % 8 * 16 + at % 16, size);
   return v;
 }
-template <int KIND, int N, typename Value>
-static void product(Value (&acc)[N / 2], const unsigned int (&a)[4], unsigned long long tile) {
+// Sums of this thread, `found` places.
+template <int KIND, int N, typename Found>
+static void each_sum(const unsigned int (&a)[4], unsigned long long tile, Found found) {
   const int size = KIND == 0 ? 2 : 1, thread = threadIdx.x % 128, team = threadIdx.x / 128, lane = thread % 32;
   unsigned int(*all)[4] = left_sides[team][team_turns[threadIdx.x]++ % 2];
   std::memcpy(all[thread], a, 16);
@@ -53,9 +64,23 @@ static void product(Value (&acc)[N / 2], const unsigned int (&a)[4], unsigned lo
       sum += KIND == 0 ? (double)half_value(x) * half_value(y)
            : KIND == 1 ? (double)x * (signed char)y : (double)fp8_value(x) * fp8_value(y);
     }
-    if (KIND == 1) acc[i] = (Value)((int)acc[i] + (int)sum);
-    else acc[i] = (Value)((double)acc[i] + sum);
+    found(i, sum);
   }
+}
+template <int KIND, int N, bool FIRST>
+static void product(float (&acc)[N / 2], const unsigned int (&a)[4], unsigned long long tile) {
+  each_sum<KIND, N>(a, tile, [&](int i, double sum) { acc[i] = (float)((FIRST ? 0 : acc[i]) + sum); });
+}
+template <int KIND, int N, bool FIRST>
+static void product(unsigned int (&acc)[N / 2], const unsigned int (&a)[4], unsigned long long tile) {
+  each_sum<KIND, N>(a, tile, [&](int i, double sum) { acc[i] = (FIRST ? 0 : (int)acc[i]) + (int)sum; });
+}
+template <int KIND, int N, bool FIRST>
+static void product(unsigned int (&acc)[N / 4], const unsigned int (&a)[4], unsigned long long tile) {
+  each_sum<KIND, N>(a, tile, [&](int i, double sum) {
+    unsigned short* half = (unsigned short*)acc + i;
+    *half = half_bits((float)((FIRST ? 0 : half_value(*half)) + sum));
+  });
 }
 
 // A barrier counts the phases that are over, below, and the bytes that this phase still waits for, above.

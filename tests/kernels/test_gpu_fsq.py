@@ -45,6 +45,8 @@ CASES: list[tuple[RebuildKind, int, tuple[int, ...], int, int, int, bool, int]] 
     ("half", 256, (129,), 1, 2, 128, False, 1),
     ("half", 40, (70, 129), 2, 3, 128, True, 2),
     ("int8", 40, (64,), 1, 1, 128, False, 2),
+    ("fp8", 128, (70,), 1, 5, 128, True, 1),
+    ("fp8", 21, (130,), 2, 2, 64, False, 1),
 ]
 BOUNDS = {"half": 2e-3, "int8": 2e-2, "fp8": 6e-2}
 """Relative errors: float16 keys; weights of the decoder rounded to 127ths of their row's largest, and to three bits."""
@@ -83,7 +85,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         case = _case_of(numbers, torch.device("cpu"))
         decoder, work = _prepared(case, numbers)
         scores = scores_instance(decoder, work, FsqPlan(teams_of(decoder)))
-        kinds = ((scores, 11, 3), (join_instance(decoder, work), 4, 2), (mix_instance(work), 6, 3))
+        kinds = ((scores, 11, 3), (join_instance(decoder, work), 5, 2), (mix_instance(work), 6, 3))
         runs |= {name: _run(name, pointers, sizes) for name, pointers, sizes in kinds}
     mix = f'#include "{SOURCE.with_name("fsq_mix.cu")}"\n'
     pointer = "struct Pointer { void* to; template <typename T> operator T*() const { return (T*)to; } };\n"
@@ -111,7 +113,7 @@ def _on_emulation(library: ctypes.CDLL) -> Launch:
             values = [ctypes.c_void_p(v.data_ptr()) if isinstance(v, Tensor) else v for v in given]
             library[_run_name(instance)](blocks, threads, *values)
 
-        prepared = (decoder.images, decoder.affine, decoder.gamma, decoder.scalars, decoder.base, decoder.inner)
+        prepared = (decoder.images, decoder.affine, decoder.scalars, decoder.base, decoder.eighth, decoder.inner)
         left = (work.scores if decoder.shares == 1 else work.sums, work.squares)
         sizes = (kv_heads, splits, work.blocks)
         instance = scores_instance(decoder, work, plan)
@@ -128,7 +130,7 @@ def _on_emulation(library: ctypes.CDLL) -> Launch:
         )
         if decoder.shares > 1:
             blocks = work.batch * work.heads * -(-work.blocks // 4)
-            tensors = (work.sums, work.squares, decoder.scalars, work.scores)
+            tensors = (work.sums, work.squares, decoder.scalars, case.lengths, work.scores)
             run(join_instance(decoder, work), blocks, 256, *tensors, kv_heads, work.blocks)
         tensors = (case.codes, work.scores, case.lengths, work.parts)
         sizes = (work.heads, work.mix_splits, work.blocks)
