@@ -93,7 +93,7 @@ class FsqDecoder:
         # fixed after construction
         self.heads, self.kind, self.blocks, self.shares = heads, kind, blocks, shares
         heads = heads.to(torch.device("cpu"))
-        d, width = heads.head_dim, heads.grid.width
+        width = heads.grid.width
         unit = _unit_of(heads)
         if kind == "fp8":
             unit = torch.minimum(unit, _largest_unit(heads, _after(width)))
