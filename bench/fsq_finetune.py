@@ -14,7 +14,6 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from strataflux.client.evaluate.text import python_prose, read_text
 from strataflux.client.prepare.fsq import FsqSettings, code_bytes, convert
 from strataflux.client.prepare.fsq_file import FsqAbout, save_codes, weights_digest
 from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings
-from strataflux.client.prepare.fsq_tune_model import FrozenModel, continue_text
+from strataflux.client.prepare.fsq_tune_model import FrozenModel, write_more
 from strataflux.client.prepare.fsq_tune_text import Course, hold_out, overlapping
 from strataflux.client.prepare.source import open_source
 from strataflux.client.runtime.models import DecoderWeights
@@ -86,20 +85,11 @@ def best_rate(trainer: "Trainer", row: dict[str, object], codes: list[FsqLayer])
 
 def sequences(options: argparse.Namespace, model: FrozenModel, text: torch.Tensor) -> torch.Tensor:
     """What is trained on [count, length]: the text, each token ``--times``, and the model's own."""
-    began, parts = time.monotonic(), [overlapping(text, options.length, options.times)]
-    for number, count in enumerate(batches(options.own, options.own_batch)):
-        starts = torch.randint(
-            0, len(text) - options.own_prompt + 1, (count,), generator=torch.Generator().manual_seed(number)
-        )
-        prompts = text[(starts[:, None] + torch.arange(options.own_prompt)).to(text.device)]
-        parts.append(continue_text(model, prompts, options.length, number))
-    made = torch.cat(parts)
+    began = time.monotonic()
+    own = write_more(model, text, options.own, options.length, options.own_prompt, options.own_batch)
+    made = torch.cat((overlapping(text, options.length, options.times), own))
     print(f"{made.shape[0]} sequences in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
     return made
-
-
-def batches(count: int, size: int) -> Iterator[int]:
-    yield from (min(size, count - start) for start in range(0, count, size))
 
 
 class Trainer:

@@ -20,6 +20,7 @@ __all__ = [
     "FsqLevelsOption",
     "FsqOption",
     "FsqWeightsOption",
+    "OwnTextOption",
     "TiersOption",
     "TuneOption",
     "TuneTextOption",
@@ -48,6 +49,9 @@ TiersOption = Annotated[
 ]
 TuneOption = Annotated[
     float | None, typer.Option("--tune", help="Train the codes of each ratio for so many minutes.", show_default="0")
+]
+OwnTextOption = Annotated[
+    int, typer.Option("--own-text", min=0, help="With --tune: further tokens, which the model itself writes.")
 ]
 TuneTextOption = Annotated[
     Path | None,

@@ -11,6 +11,7 @@ from strataflux.client.cli.fsq_options import (
     FsqLevelsOption,
     FsqOption,
     FsqWeightsOption,
+    OwnTextOption,
     TiersOption,
     TuneOption,
     TuneTextOption,
@@ -70,6 +71,7 @@ def _command(
     tiers: TiersOption = None,
     tune: TuneOption = None,
     text: TuneTextOption = None,
+    own_text: OwnTextOption = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace a prepared model that is there.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -88,7 +90,7 @@ def _command(
     _check_target(folder, force)
     with progress("reading the model"):
         model = open_source(source)
-        training = _training(model, tune, text or calibration)
+        training = _training(model, tune, text or calibration, own_text)
         codes = parse_requests(model, fsq, fsq_levels, fsq_bound, fsq_weights, training, tiers)
         needed = base != "rtn" or fitting is not None or codes
         tokens = _tokens(model, calibration, calibration_tokens) if needed else None
@@ -162,8 +164,10 @@ def _tokens(model: "ModelSource", text: Path | None, count: int) -> "Tensor":
     return calibration_windows(subject, model.tokenizer(), words, count // _SEQUENCE, _SEQUENCE)
 
 
-def _training(model: "ModelSource", minutes: float | None, text: Path | None) -> "FsqTraining | None":
+def _training(model: "ModelSource", minutes: float | None, text: Path | None, own: int) -> "FsqTraining | None":
     if not minutes:
+        if own:
+            raise MisuseError("--own-text", f"{own} tokens", "--tune beside it", "say for how long to train")
         return None
     import torch
 
@@ -174,7 +178,8 @@ def _training(model: "ModelSource", minutes: float | None, text: Path | None) ->
         raise MisuseError("--tune", f"{minutes:g} minutes", "0 or more", "say for how long to train")
     tokenizer = model.tokenizer()
     texts = [python_prose()] if text is None else read_texts(text)
-    return FsqTraining(torch.tensor([token for one in texts for token in tokenizer.encode(one).ids]), 60 * minutes)
+    tokens = torch.tensor([token for one in texts for token in tokenizer.encode(one).ids])
+    return FsqTraining(tokens, 60 * minutes, own=own)
 
 
 def _check_target(folder: Path, force: bool) -> None:

@@ -24,6 +24,8 @@ class FsqTraining:
     """Tokens of a sequence."""
     steps: int = 1_000_000
     """At most."""
+    own: int = 0
+    """Further tokens that the model writes itself, after stretches of the text."""
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from strataflux.client.errors import InputError
-from strataflux.client.prepare.fsq import Conversion, convert
+from strataflux.client.prepare.fsq import Conversion, convert, full_bytes
 from strataflux.client.prepare.fsq_file import FsqAbout, save_codes, weights_digest
 from strataflux.client.prepare.fsq_request import FsqRequest, FsqTraining
 from strataflux.client.prepare.fsq_tiers import divide_codes
 from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, Tuning
+from strataflux.client.prepare.fsq_tune_model import FrozenModel, write_more
 from strataflux.client.prepare.fsq_tune_text import Course, hold_out, overlapping
 from strataflux.client.prepare.fsq_tune_tiers import TierTuning
 from strataflux.client.prepare.prepared import FSQ, PreparedModel
@@ -32,6 +33,10 @@ _HELD_OUT = 8
 """Sequences that are not trained on."""
 _TRAINING_STEPS = 100
 """Calls of ``advance`` that training is told by."""
+_PROMPT = 128
+"""Tokens of the text, at most a quarter of a sequence, that one of the model's own begins with."""
+_OWN_BYTES = 8 << 30
+"""Of keys and values while the model writes."""
 _TIMES = 2
 """Sequences that a token of the training text is in."""
 _PARTS = ("encoder", "encoder_bias", "decoder", "decoder_bias")
@@ -117,8 +122,8 @@ class FsqStage:
         advance: Callable[[], object],
     ) -> tuple[Sequence[FsqLayer] | Sequence[FsqTier], FsqAbout]:
         """Codes trained, of two tiers half the time as one; and what is said of them."""
-        text, held_out = _split(training, self._device)
         weights = DecoderWeights.read(source).to(self._device)
+        text, held_out = _split(training, weights)
         parts = 2 if request.resident else 1
         settings = TuneSettings(training.steps // parts, training.rate, training.seconds / parts)
         state = self._work.folder / f"fsq-{request.name}.training"
@@ -149,14 +154,21 @@ class FsqStage:
             advance()
 
 
-def _split(training: FsqTraining, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+def _split(training: FsqTraining, weights: DecoderWeights) -> tuple[Tensor, list[Tensor]]:
     """Sequences to train on [count, length], and batches of what is held out."""
     least = 2 * _HELD_OUT * training.length
     if training.tokens.numel() < least:
         found = f"{training.tokens.numel()} tokens"
         raise InputError("training text", found, f"at least {least}", "give a longer --text")
-    tokens, held = hold_out(training.tokens.to(device), _HELD_OUT, training.length)
-    return overlapping(tokens, training.length, _TIMES), list(held.split(4))  # type: ignore[no-untyped-call]
+    length, config = training.length, weights.config
+    tokens, held = hold_out(training.tokens.to(weights.embedding.device), _HELD_OUT, length)
+    sequences = overlapping(tokens, length, _TIMES)
+    if training.own:
+        at_once = max(1, _OWN_BYTES // (config.layers * full_bytes(config) * length))
+        count = -(-training.own // length)
+        own = write_more(FrozenModel(weights), tokens, count, length, min(_PROMPT, length // 4), at_once)
+        sequences = torch.cat((sequences, own))
+    return sequences, list(held.split(4))  # type: ignore[no-untyped-call]
 
 
 def _about(request: FsqRequest, made: Sequence[Conversion], digest: str) -> FsqAbout:

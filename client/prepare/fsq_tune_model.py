@@ -14,7 +14,7 @@ from strataflux.client.runtime.block import Attend, attend_newest, norm_heads, r
 from strataflux.client.runtime.models import DecoderWeights, LayerWeights
 from strataflux.client.runtime.rope import rotary_table, rotate
 
-__all__ = ["FrozenModel", "Replaced", "continue_text"]
+__all__ = ["FrozenModel", "Replaced", "continue_text", "write_more"]
 
 Replaced = Callable[[int, Tensor, Tensor], Tensor]
 """Keys and values [sequences, n, m] of the layer with this number among those that attend to all positions, in the
@@ -150,6 +150,20 @@ def continue_text(model: FrozenModel, prompts: Tensor, length: int, seed: int) -
         text[:, stop] = (shares / torch.empty_like(shares).exponential_(generator=random)).argmax(-1)
         first = stop
     return text
+
+
+def write_more(model: FrozenModel, text: Tensor, count: int, length: int, prompt: int, at_once: int) -> Tensor:
+    """``count`` sequences [count, length] that begin with ``prompt`` tokens from random places of ``text`` [n] and go
+    on as the model does, ``at_once`` of them at a time; always the same.
+    """
+    made = [text.new_empty(0, length)]
+    for number, start in enumerate(range(0, count, at_once)):
+        random = torch.Generator().manual_seed(number)
+        places = torch.randint(0, text.shape[0] - prompt + 1, (min(at_once, count - start),), generator=random)
+        made.append(
+            continue_text(model, text[(places[:, None] + torch.arange(prompt)).to(text.device)], length, number)
+        )
+    return torch.cat(made)
 
 
 def _attend_held(held: Tensor, first: int, window: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

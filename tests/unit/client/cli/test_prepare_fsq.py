@@ -82,7 +82,7 @@ def test_codes_in_two_tiers_are_evaluated_as_they_were_prepared(
 ) -> None:
     longer = tmp_path / "longer.txt"
     longer.write_text(prose.read_text() * 3)
-    training = ("--tune", minutes, "--text", longer)
+    training = ("--tune", minutes, "--text", longer) + (("--own-text", 1500) if minutes else ())
     said = run(*words(tiny_gguf, tmp_path / "out", prose, "--fsq", "8x", "--tiers", "16x", *training))
     assert said.code == 0, said.err
     told = said.json()["codes"]["8x"]
@@ -139,6 +139,7 @@ def test_what_an_interrupted_run_converted_is_not_converted_again(
         (("--fsq", "8x", "--fsq-weights", "mine"), "base, original"),
         (("--fsq-levels", "16"), "no --fsq"),
         (("--tune", "1"), "no --fsq"),
+        (("--fsq", "8x", "--own-text", "9"), "--tune beside it"),
         (("--fsq", "8x", "--tune", "-1"), "-1 minutes"),
         (("--tiers", "16x"), "no --fsq"),
         (("--fsq", "8x", "--tiers", "8x"), "one ratio above 8x"),

@@ -12,7 +12,7 @@ from strataflux.client.prepare import fsq_tune_loss
 from strataflux.client.prepare.fsq import FsqSettings, convert
 from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings
 from strataflux.client.prepare.fsq_tune_loss import head_divergence
-from strataflux.client.prepare.fsq_tune_model import FrozenModel, continue_text
+from strataflux.client.prepare.fsq_tune_model import FrozenModel, continue_text, write_more
 from strataflux.client.prepare.fsq_tune_text import Course, Lesson, overlapping
 from strataflux.client.runtime.forward import forward_text
 from strataflux.client.runtime.models import DecoderWeights
@@ -83,6 +83,17 @@ def test_a_continuation_is_a_draw(tiny_source: Any) -> None:
     entropy = float((shares * surprise).sum())
     spread = float((shares * (surprise - entropy).square()).sum().sqrt()) / 400**0.5
     assert float(drawn.mean()) == pytest.approx(entropy, abs=5 * spread)
+
+
+def test_what_a_model_writes_begins_with_the_text(tiny_source: Any) -> None:
+    model, text = FrozenModel(DecoderWeights.read(tiny_source)), TOKENS.flatten()
+    made = write_more(model, text, count=5, length=20, prompt=6, at_once=2)
+    stretches = {tuple(stretch) for stretch in text.unfold(0, 6, 1).tolist()}
+    assert made.shape == (5, 20)
+    assert {tuple(row) for row in made[:, :6].tolist()} <= stretches
+    assert len({tuple(row) for row in made.tolist()}) == 5
+    assert torch.equal(made, write_more(model, text, count=5, length=20, prompt=6, at_once=2))
+    assert write_more(model, text, count=0, length=20, prompt=6, at_once=2).shape == (0, 20)
 
 
 class Teacher:
