@@ -7,7 +7,9 @@ fences them, and only when the last has gone the reader lets go of it. Event loo
 """
 
 import asyncio
+import contextlib
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -120,12 +122,14 @@ class Catalog(Generic[S]):
                 await self._save()
             return digest
 
-    async def remove(self, entry: Served[S], reason: str) -> int:
-        """Serve a store no more; how many sessions were told to attach again.
+    async def remove(self, entry: Served[S], reason: str, *, delete: bool = False) -> int:
+        """Serve a store no more, and delete its files if told to; how many sessions were told to attach again.
 
         Raises:
-            NotServed: it is not served any more, whoever has its index by now.
+            NotServed: it is not served any more, whoever has its index by now. OSError: it is served no more, but its
+                files cannot be deleted.
         """
+        doomed = None
         async with self._lock:
             index = next((index for index, other in self.served.items() if other is entry), None)
             if index is None:
@@ -135,13 +139,36 @@ class Catalog(Generic[S]):
             told = await self._remove(index, reason)
             if entry.added:
                 await self._save()
-            return told
+            if delete:
+                doomed = await self._hide(entry.config.path)
+        await _delete(doomed)
+        return told
 
-    async def forget(self, name: str) -> None:
-        """An added store that could not be opened need not be looked for any more."""
+    async def forget(self, name: str, *, delete: bool = False) -> None:
+        """An added store that could not be opened need not be looked for any more.
+
+        Raises:
+            OSError: it is not, but what is left of its files cannot be deleted.
+        """
+        doomed = None
         async with self._lock:
-            self.absent.pop(name, None)
+            settings = self.absent.pop(name, None)
             await self._save()
+            if delete and settings is not None and self._folder().holds(settings.path):
+                doomed = await self._hide(settings.path)
+        await _delete(doomed)
+
+    async def discard(self, path: Path) -> None:
+        """Delete what was imported and cannot be served, unless somebody else has it served by now.
+
+        Raises:
+            OSError: it cannot be deleted.
+        """
+        doomed = None
+        async with self._lock:
+            if all(entry.config.path != path for entry in self.served.values()):
+                doomed = await self._hide(path)
+        await _delete(doomed)
 
     async def add_all(self, wanted: Sequence[StoreConfig]) -> None:
         """Serve those stores of a configuration that was read again which are not served yet, all or none.
@@ -237,8 +264,24 @@ class Catalog(Generic[S]):
             except (DaemonError, ContractError, OSError) as error:
                 _LOG.warning("%s was added and still cannot be served: %s", settings.path, error)
 
-    async def _save(self) -> None:
+    def _folder(self) -> StoreFolder:
         if self.folder is None:
             raise ConfigError("imports.folder", "none", "a folder", "set imports.folder")
+        return self.folder
+
+    async def _hide(self, path: Path) -> Path | None:
+        """While nobody else changes anything: afterwards its name may be another store's. None: nothing is there."""
+        with contextlib.suppress(FileNotFoundError):
+            return await asyncio.to_thread(self._folder().hide, path)
+        return None
+
+    async def _save(self) -> None:
+        folder = self._folder()
         stores = [*(entry.config for entry in self.served.values() if entry.added), *self.absent.values()]
-        await asyncio.to_thread(self.folder.save_added, stores)
+        await asyncio.to_thread(folder.save_added, stores)
+
+
+async def _delete(hidden: Path | None) -> None:
+    """Takes as long as it takes, and nobody waits for it but who asked."""
+    if hidden is not None:
+        await asyncio.to_thread(shutil.rmtree, hidden)

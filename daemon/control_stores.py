@@ -1,8 +1,6 @@
 """Methods of the control plane that change which stores are served; for administrators."""
 
 import asyncio
-import contextlib
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
@@ -47,11 +45,8 @@ class StoreMethods:
             NotServed, ConfigError: by cause; nothing was changed. OSError: its files cannot be deleted; it is served no
                 more.
         """
-        if (absent := self._catalog.absent.get(request.store)) is not None:
-            await asyncio.shield(self._catalog.forget(request.store))
-            if request.delete_files:
-                with contextlib.suppress(FileNotFoundError):  # it may be absent because nothing is there
-                    await asyncio.to_thread(shutil.rmtree, absent.path)
+        if request.store in self._catalog.absent:
+            await asyncio.shield(self._catalog.forget(request.store, delete=request.delete_files))
             return control_pb2.RemoveStoreResponse()
         entry = self._catalog.served[self._catalog.find(request.store)]
         if request.delete_files and not self._folder().holds(entry.config.path):
@@ -61,9 +56,8 @@ class StoreMethods:
                 f"a store in {self._folder().path}",
                 "remove its files by hand, when it is served no more",
             )
-        told = await asyncio.shield(self._catalog.remove(entry, "an administrator removed the store"))
-        if request.delete_files:
-            await asyncio.to_thread(shutil.rmtree, entry.config.path)
+        reason = "an administrator removed the store"
+        told = await asyncio.shield(self._catalog.remove(entry, reason, delete=request.delete_files))
         return control_pb2.RemoveStoreResponse(digest=entry.store.manifest.identity_digest, sessions=told)
 
     async def receive(self, parts: AsyncIterator[Any]) -> control_pb2.ImportStoreResponse:
@@ -100,7 +94,7 @@ class StoreMethods:
         try:
             digest = await asyncio.shield(self._catalog.add(settings, added=True))
         except (DaemonError, ContractError, OSError):
-            await asyncio.to_thread(shutil.rmtree, path)
+            await asyncio.shield(self._catalog.discard(path))
             raise
         return control_pb2.ImportStoreResponse(digest=digest, records=manifest[0].record_count)
 

@@ -64,8 +64,8 @@ class StoreFolder:
         return path
 
     def holds(self, path: Path) -> bool:
-        """Whether a store that is served from ``path`` lies here."""
-        return path.parent == self.path
+        """Whether a store that is served from ``path`` lies here, and not behind a link."""
+        return path.parent == self.path and not path.is_symlink()
 
     def begin_temporary(self, name: str) -> tuple[Path, int]:
         """A new folder beside the one of that name, and a descriptor that says that its maker lives: close it last.
@@ -97,6 +97,18 @@ class StoreFolder:
             raise AlreadyServed(target, str(error.strerror), "a free name", "choose another name") from error
         sync_folder(self.path)
         return target
+
+    def hide(self, path: Path) -> Path:
+        """Take the name from a store's folder, in one step: another store may have it at once. The answer is what to
+        delete; the next start does, if nobody gets to it.
+
+        Raises:
+            FileNotFoundError: nothing is there. OSError: as rename(2).
+        """
+        temporary = self.path / f".{path.name}.{secrets.token_hex(8)}.tmp"
+        path.rename(temporary)
+        sync_folder(self.path)
+        return temporary
 
     def sweep(self) -> int:
         """Remove temporary folders whose maker died; how many. One that lives holds a lock on its own."""

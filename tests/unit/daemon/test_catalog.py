@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -251,6 +252,58 @@ def test_stores_are_found_by_digest_and_by_name(kit: Kit, name: Callable[[str], 
 def test_stores_that_are_not_there(kit: Kit, name: str) -> None:
     with pytest.raises(NotServed):
         kit.catalog.find(name)
+
+
+class SlowDisk:
+    """Deletes files when it is let."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked, self.let = threading.Event(), threading.Event()
+        self._delete = shutil.rmtree
+        monkeypatch.setattr("strataflux.daemon.catalog.shutil.rmtree", self.rmtree)
+
+    def rmtree(self, path: Path) -> None:
+        self.asked.set()
+        assert self.let.wait(60)
+        self._delete(path)
+
+
+@pytest.mark.parametrize("absent", [False, True])
+async def test_files_of_a_store_that_comes_while_its_namesakes_are_deleted_stay(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, absent: bool
+) -> None:
+    if absent:
+        kit.folder.save_added([StoreConfig(kit.folder.path / "b")])
+        kit.begin()
+        settings = kit.make("b")
+    else:
+        settings = kit.make("b")
+        await kit.catalog.add(settings, added=True)
+    settings.path.mkdir()
+    (settings.path / "old").touch()
+    disk, methods = SlowDisk(monkeypatch), StoreMethods(kit.catalog)
+    going = asyncio.create_task(methods.remove(control_pb2.RemoveStoreRequest(store="b", delete_files=True)))
+    assert await asyncio.to_thread(disk.asked.wait, 60)
+    settings.path.mkdir()  # as an import does
+    (settings.path / "new").touch()
+    await kit.catalog.add(settings, added=True)
+    disk.let.set()
+    await going
+    assert [path.name for path in settings.path.iterdir()] == ["new"]
+    assert sorted(path.name for path in kit.folder.path.iterdir()) == ["added.json", "b"]
+    assert kit.names() == ["b", "store"]
+
+
+async def test_what_was_imported_and_somebody_else_has_served_stays(kit: Kit) -> None:
+    """The import's own attempt to serve it comes second, and fails."""
+    settings = kit.make("b")
+    settings.path.mkdir()
+    await kit.catalog.add(settings, added=True)
+    await kit.catalog.discard(settings.path)
+    assert settings.path.exists()
+    await kit.catalog.remove(kit.catalog.served[kit.catalog.find("b")], "not wanted")
+    await kit.catalog.discard(settings.path)
+    assert not settings.path.exists()
 
 
 async def test_one_change_at_a_time(kit: Kit) -> None:

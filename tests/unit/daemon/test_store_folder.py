@@ -40,8 +40,23 @@ def test_a_link_is_not_followed(folder: StoreFolder, tmp_path: Path) -> None:
     (folder.path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(NotServed, match="link"):
         folder.existing("link")
+    assert not folder.holds(folder.path / "link")
     with pytest.raises(NotServed, match="No such file"):
         folder.existing("nothing")
+
+
+def test_what_was_not_deleted_whole_goes_with_the_next_start(folder: StoreFolder) -> None:
+    temporary, held = folder.begin_temporary("a")
+    (temporary / "records.bin").touch()
+    path = folder.publish(temporary, "a")
+    os.close(held)
+    hidden = folder.hide(path)
+    second, held = folder.begin_temporary("a")
+    assert folder.publish(second, "a") == path
+    os.close(held)
+    assert hidden.exists()
+    assert folder.sweep() == 1
+    assert [entry.name for entry in folder.path.iterdir()] == ["a"]
 
 
 def test_what_the_dead_left_goes_and_what_lives_stays(folder: StoreFolder) -> None:
