@@ -219,7 +219,7 @@ def _explain(config: ModelConfig, form: _Form, k: int | Mapping[str, int], cache
 
 def _fast_bytes(config: ModelConfig, form: _Form) -> dict[str, int]:
     found = dict.fromkeys((*dict.fromkeys(_PARTS.values()), "norms"), 0)
-    for name, (dtype, shape) in resident_tensors(config, form.bits, form.group, form.sets).items():
+    for name, (dtype, shape) in resident_tensors(config, form.bits, form.group, form.sets, form.base).items():
         found[_PARTS.get(name.rpartition(".")[2], "norms")] += math.prod(shape) * dtype.itemsize
     return found
 

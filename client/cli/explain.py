@@ -38,7 +38,7 @@ _MeasureOption = Annotated[bool, typer.Option("--measure/--no-measure", help="Me
 def _command(
     model: _ModelArgument,
     base: Annotated[str | None, typer.Option(help="As strataflux prepare.", show_default="rtn")] = None,
-    bits: Annotated[int | None, typer.Option(help="As strataflux prepare.", show_default="3")] = None,
+    bits: Annotated[int | None, typer.Option(help="As strataflux prepare.", show_default="3; 4 for nf4")] = None,
     group: Annotated[int | None, typer.Option(help="As strataflux prepare.", show_default="64")] = None,
     mlp: Annotated[str | None, typer.Option(help="As strataflux prepare.", show_default="channels")] = None,
     k: ChannelsOption = None,
@@ -62,7 +62,7 @@ def _command(
                 raise MisuseError(name, "together with a prepared model", "a model to prepare", "leave it out")
         explained = _of_prepared(model, k, weight_cache)
     else:
-        explained = _of_source(model, base or "rtn", bits or 3, group or 64, mlp or "channels", k, weight_cache)
+        explained = _of_source(model, base or "rtn", bits, group or 64, mlp or "channels", k, weight_cache)
     folder = at or (model if model.is_dir() else model.parent)
     machine = _machine(folder, model if prepared and at is None else None, explained, measure)
     from strataflux.client.explain import judge
@@ -91,7 +91,7 @@ def _of_prepared(folder: Path, k: int | None, cache: str | None) -> "Explanation
 
 
 def _of_source(
-    model: Path, base: str, bits: int, group: int, mlp: str, k: int | None, cache: str | None
+    model: Path, base: str, bits: int | None, group: int, mlp: str, k: int | None, cache: str | None
 ) -> "Explanation":
     import torch
 

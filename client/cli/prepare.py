@@ -36,7 +36,12 @@ _SEQUENCE = 512
 
 _CalibrationOption = Annotated[
     Path | None,
-    typer.Option(help="A UTF-8 text like those to decode, for all but plain rtn.", show_default="Python's help"),
+    typer.Option(
+        help="A UTF-8 text like those to decode, for all but plain rtn and nf4.", show_default="Python's help"
+    ),
+]
+_BitsOption = Annotated[
+    int | None, typer.Option(help="Bits of the resident weights: 2, 3 or 4.", show_default="3; 4 for nf4")
 ]
 _MlpOption = Annotated[
     str, typer.Option(help="Refine MLPs by channels or bundles of neurons; both: `strataflux tune` chooses.")
@@ -52,9 +57,9 @@ def _command(
         Path, typer.Argument(metavar="SOURCE", help="A .gguf file, or a Hugging Face folder with safetensors.")
     ],
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="Where the prepared model shall lie.")],
-    bits: Annotated[int, typer.Option(help="Bits of the resident weights: 2, 3 or 4.")] = 3,
+    bits: _BitsOption = None,
     group: Annotated[int, typer.Option(help="Weights that share a scale: 64 or 128.")] = 64,
-    base: Annotated[str, typer.Option(help="How weights are quantized: rtn, awq, sqllm or lnq.")] = "rtn",
+    base: Annotated[str, typer.Option(help="How weights are quantized: rtn, awq, sqllm, lnq or nf4.")] = "rtn",
     guide_groups: Annotated[int, typer.Option(help="Of lnq: row groups with a Hessian of their own, 1 or 4.")] = 4,
     fit: Annotated[str, typer.Option(help="Refinement values: off (residuals), auto, or a multiplier of λ.")] = "off",
     calibration: _CalibrationOption = None,
@@ -92,7 +97,7 @@ def _command(
         model = open_source(source)
         training = _training(model, tune, text or calibration, own_text)
         codes = parse_requests(model, fsq, fsq_levels, fsq_bound, fsq_weights, training, tiers)
-        needed = base != "rtn" or fitting is not None or codes
+        needed = base not in ("rtn", "nf4") or fitting is not None or codes
         tokens = _tokens(model, calibration, calibration_tokens) if needed else None
     rungs = _ladder(ladder, k) if fitting or ladder != "auto" else ()
     origin = str(source.resolve())

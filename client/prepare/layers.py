@@ -5,7 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from strataflux.client.prepare.bases.matrices import CodebookCodes, GroupedCodes
+from strataflux.client.prepare.bases.matrices import GroupedCodes, MatrixCodes, NormalFloatCodes
+from strataflux.client.prepare.bases.nf4 import Nf4Settings, quantize_nf4
 from strataflux.client.prepare.bases.rtn import RtnSettings, quantize_rtn
 from strataflux.client.prepare.encode import Encoded, LayerValues, encode_layer
 from strataflux.client.prepare.prepared import PreparedModel
@@ -34,9 +35,11 @@ class LayerMaker(Protocol):
 
 
 class StreamedLayers:
-    """Round to nearest with plain residuals: made on the way, and the residual taken against what was written."""
+    """Round to nearest, or 4-bit NormalFloats, with plain residuals: made on the way, and the residual taken against
+    what was written.
+    """
 
-    def __init__(self, source: ModelSource, base: RtnSettings, sets: Sequence[str]) -> None:
+    def __init__(self, source: ModelSource, base: RtnSettings | Nf4Settings, sets: Sequence[str]) -> None:
         self._source, self._base, self._sets = source, base, sets
 
     def resident(self, index: int) -> dict[str, Tensor]:
@@ -45,9 +48,9 @@ class StreamedLayers:
         tensors = _exact_parts(layer)
         for name in SETS:
             weight = layer.projections[name]
-            low = quantize_rtn(f"layers.{index}.{name}", weight, self._base)
-            tensors |= {f"{name}.codes": low.codes, f"{name}.scales": low.scales, f"{name}.zeros": low.zeros}
-            scales = residual_scales(weight - low.dequantized())
+            packed, low = _streamed(f"layers.{index}.{name}", weight, self._base)
+            tensors |= {f"{name}.{part}": tensor for part, tensor in packed.items()}
+            scales = residual_scales(weight - low)
             if name in self._sets:
                 tensors[f"{name}.refinement_scales"] = scales
         if BUNDLES in self._sets:
@@ -101,7 +104,18 @@ def _exact_parts(layer: LayerWeights) -> dict[str, Tensor]:
     return {"attention_norm": layer.attention_norm, "mlp_norm": layer.mlp_norm, **present}
 
 
-def _packed(matrix: GroupedCodes | CodebookCodes) -> dict[str, Tensor]:
+def _streamed(subject: str, weight: Tensor, base: RtnSettings | Nf4Settings) -> tuple[dict[str, Tensor], Tensor]:
+    """What is resident of ``weight`` [outputs, inputs], and the weights that it stands for."""
+    if isinstance(base, Nf4Settings):
+        made = quantize_nf4(subject, weight, base)
+        return _packed(made), made.dequantized()
+    low = quantize_rtn(subject, weight, base)
+    return {"codes": low.codes, "scales": low.scales, "zeros": low.zeros}, low.dequantized()
+
+
+def _packed(matrix: MatrixCodes) -> dict[str, Tensor]:
+    if isinstance(matrix, NormalFloatCodes):
+        return {"codes": pack_codes(matrix.codes, matrix.bits), "scales": matrix.scales}
     if isinstance(matrix, GroupedCodes):
         return {"codes": pack_codes(matrix.codes, matrix.bits), "scales": matrix.scales, "zeros": matrix.zeros}
     return {"planes": pack_planes(matrix.codes, matrix.bits), "codebook": matrix.codebook}

@@ -30,6 +30,7 @@ from strataflux.client.runtime.models import SETS, LayerWeights, ModelConfig, Mo
 from strataflux.client.schemes import BUNDLES, STORED_SETS, Scheme, section_of, stored_budgets, stored_schemes
 from strataflux.kernels.codebook import dequantize_codebook
 from strataflux.kernels.lowbit import dequantize, packed_bytes
+from strataflux.kernels.nf4 import dequantize_nf4
 from strataflux.proto.store_format import SectionSpec, identity_digest
 
 __all__ = [
@@ -61,7 +62,9 @@ class Manifest:
 
     config: ModelConfig
     base: str
-    """The low-bit base: ``rtn``, ``awq``, ``sqllm`` or ``lnq``; its parameters are in the identity's ``quantizer``."""
+    """The low-bit base: ``rtn``, ``awq``, ``sqllm``, ``lnq`` or ``nf4``; its parameters are in the identity's
+    ``quantizer``.
+    """
     bits: int
     group: int
     """Inputs that share a scale; 0: each output row has a codebook."""
@@ -215,11 +218,15 @@ class PreparedModel:
         return digest.hexdigest()
 
     def _tensors(self) -> dict[str, TensorShape]:
-        return resident_tensors(self.config, self.manifest.bits, self.manifest.group, self.sets)
+        manifest = self.manifest
+        return resident_tensors(self.config, manifest.bits, manifest.group, self.sets, manifest.base)
 
     def packed(self, layer: int, set_name: str) -> dict[str, Tensor]:
-        """A projection set as it is resident: ``planes`` and ``codebook``, or ``codes``, ``scales`` and ``zeros``."""
-        parts = ("codes", "scales", "zeros") if self.manifest.group else ("planes", "codebook")
+        """A projection set as it is resident: ``planes`` and ``codebook``, or ``codes``, ``scales`` and, but for nf4,
+        ``zeros``.
+        """
+        manifest = self.manifest
+        parts = _matrix_tensors(self.config.set_shape(set_name), manifest.bits, manifest.group, manifest.base)
         return {part: self._tensor(f"layers.{layer}.{set_name}.{part}") for part in parts}
 
     def _projection(self, layer: int, set_name: str) -> Tensor:
@@ -227,6 +234,8 @@ class PreparedModel:
         if not self.manifest.group:
             return dequantize_codebook(packed["planes"], packed["codebook"])
         bits, group = self.manifest.bits, self.manifest.group
+        if "zeros" not in packed:
+            return dequantize_nf4(packed["codes"], packed["scales"], group)
         return dequantize(packed["codes"], packed["scales"], packed["zeros"], bits, group)
 
     def _tensor(self, name: str) -> Tensor:
@@ -254,7 +263,9 @@ def open_prepared(folder: Path) -> PreparedModel:
     return model
 
 
-def resident_tensors(config: ModelConfig, bits: int, group: int, sets: Sequence[str] = SETS) -> dict[str, TensorShape]:
+def resident_tensors(
+    config: ModelConfig, bits: int, group: int, sets: Sequence[str] = SETS, base: str = "rtn"
+) -> dict[str, TensorShape]:
     """Names, dtypes and shapes in ``resident.safetensors``, in file order.
 
     Args:
@@ -262,6 +273,7 @@ def resident_tensors(config: ModelConfig, bits: int, group: int, sets: Sequence[
         bits: of a code.
         group: inputs that share a scale; 0 for codebooks.
         sets: what the store has records of.
+        base: the low-bit base.
     """
     vocabulary = (torch.float16, (config.vocabulary, config.hidden))
     norm = (torch.float32, (config.hidden,))
@@ -277,7 +289,7 @@ def resident_tensors(config: ModelConfig, bits: int, group: int, sets: Sequence[
             tensors[f"layers.{layer}.qkv_bias"] = torch.float32, (config.set_shape("qkv")[0],)
         for name in SETS:
             prefix = f"layers.{layer}.{name}."
-            shapes = _matrix_tensors(config.set_shape(name), bits, group)
+            shapes = _matrix_tensors(config.set_shape(name), bits, group, base)
             tensors |= {prefix + part: shape for part, shape in shapes.items()}
             if name in sets:
                 tensors[prefix + "refinement_scales"] = torch.float32, (config.set_shape(name)[0],)
@@ -286,18 +298,19 @@ def resident_tensors(config: ModelConfig, bits: int, group: int, sets: Sequence[
     return tensors
 
 
-def _matrix_tensors(shape: tuple[int, int], bits: int, group: int) -> dict[str, TensorShape]:
+def _matrix_tensors(shape: tuple[int, int], bits: int, group: int, base: str) -> dict[str, TensorShape]:
     outputs, inputs = shape
     if not group:
         return {
             "planes": (torch.uint8, (bits, outputs, inputs // 8)),
             "codebook": (torch.float16, (outputs, 1 << bits)),
         }
-    return {
+    groups = outputs, inputs // group
+    parts: dict[str, TensorShape] = {
         "codes": (torch.uint8, (outputs, packed_bytes(inputs, bits))),
-        "scales": (torch.float16, (outputs, inputs // group)),
-        "zeros": (torch.uint8, (outputs, inputs // group)),
+        "scales": (torch.float16, groups),
     }
+    return parts if base == "nf4" else parts | {"zeros": (torch.uint8, groups)}
 
 
 def store_sections(config: ModelConfig, sets: Sequence[str] = SETS) -> list[SectionSpec]:
@@ -339,7 +352,7 @@ def _check_fields(path: Path, value: Mapping[str, Any]) -> None:
     """What the fields hold, before anything is made of them."""
     checks: dict[str, tuple[bool, str]] = {
         "base": (isinstance(value["base"], str), "a name"),
-        "bits": (value["bits"] in (2, 3, 4), "2, 3 or 4"),
+        "bits": (value["bits"] in ((4,) if value["base"] == "nf4" else (2, 3, 4)), "2, 3 or 4, and 4 for nf4"),
         "group": (type(value["group"]) is int and value["group"] >= 0, "an integer from 0 on"),
         "k": (_by_set(value["k"], lambda k: type(k) is int and 0 <= k <= 1024), "0 to 1024 for each projection set"),
         "shift": (_by_set(value["shift"], lambda s: type(s) in (int, float) and 0 <= s <= 2), "0 to 2 blocks for each"),
@@ -354,8 +367,8 @@ def _by_set(value: object, holds: Callable[[Any], bool]) -> bool:
 
 
 def _check_tensors(model: PreparedModel) -> None:
-    path, manifest = model.folder / RESIDENT, model.manifest
-    expected = resident_tensors(manifest.config, manifest.bits, manifest.group, model.sets)
+    path = model.folder / RESIDENT
+    expected = model._tensors()
     dtypes = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8"}
     with safe_open(path, framework="pt") as opened:
         present = set(opened.keys())

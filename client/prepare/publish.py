@@ -100,7 +100,7 @@ def _write_resident(content: Content, path: Path, advance: Callable[[], object])
     """Write the resident weights; returns their SHA-256."""
     source, manifest = content.source, content.describe("")
     config, sets = source.config, tuple(manifest.identity["layout"]["sets"])
-    with TensorFileWriter(path, resident_tensors(config, manifest.bits, manifest.group, sets)) as file:
+    with TensorFileWriter(path, resident_tensors(config, manifest.bits, manifest.group, sets, manifest.base)) as file:
         file.write("embedding", _half("embedding", source.embedding()))
         file.write("norm", source.norm())
         if not config.tied_head:

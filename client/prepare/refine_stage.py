@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strataflux.client.prepare.bases.awq import fold_scales
-from strataflux.client.prepare.bases.matrices import CodebookCodes, GroupedCodes
+from strataflux.client.prepare.bases.matrices import MatrixCodes
 from strataflux.client.prepare.calibrate import Calibration, require_finite
 from strataflux.client.prepare.encode import Encoded, LayerValues, encode_columns, encode_layer
 from strataflux.client.prepare.fit_layer import FitRun, LayerMoments, fit_layer
@@ -54,7 +54,7 @@ class RefineStage:
         _, scales = self._work.load_base(index, self._settings.base.bits, self._settings.group)
         return fold_scales(self._source.config, layer, scales) if scales else layer
 
-    def matrices(self, index: int) -> Mapping[str, GroupedCodes | CodebookCodes]:
+    def matrices(self, index: int) -> Mapping[str, MatrixCodes]:
         """The quantized matrices of layer ``index``."""
         return self._work.load_base(index, self._settings.base.bits, self._settings.group)[0]
 

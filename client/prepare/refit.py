@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from strataflux.client.errors import InputError, MisuseError
-from strataflux.client.prepare.bases.matrices import CodebookCodes, GroupedCodes
+from strataflux.client.prepare.bases.matrices import CodebookCodes, GroupedCodes, MatrixCodes, NormalFloatCodes
 from strataflux.client.prepare.layers import StagedLayers
 from strataflux.client.prepare.prepared import CALIBRATION, FSQ, LADDER, Manifest, PreparedModel
 from strataflux.client.prepare.publish import Content, publish
@@ -151,11 +151,13 @@ def _keep_resident(prepared: PreparedModel, work: WorkFolder, scales: Mapping[st
             work.save_base(layer, {name: _matrix(prepared, layer, name) for name in SETS}, own)
 
 
-def _matrix(prepared: PreparedModel, layer: int, name: str) -> GroupedCodes | CodebookCodes:
+def _matrix(prepared: PreparedModel, layer: int, name: str) -> MatrixCodes:
     packed, bits, group = prepared.packed(layer, name), prepared.manifest.bits, prepared.manifest.group
     if not group:
         return CodebookCodes(unpack_planes(packed["planes"]), packed["codebook"], bits)
     codes = unpack_codes(packed["codes"], bits, prepared.config.set_shape(name)[1])
+    if "zeros" not in packed:
+        return NormalFloatCodes(codes, packed["scales"], group)
     return GroupedCodes(codes, packed["scales"], packed["zeros"], bits, group)
 
 

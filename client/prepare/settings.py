@@ -9,14 +9,15 @@ from torch import Tensor
 from strataflux.client.errors import MisuseError
 from strataflux.client.prepare.bases.awq import AwqSettings
 from strataflux.client.prepare.bases.lnq import LnqSettings
+from strataflux.client.prepare.bases.nf4 import Nf4Settings
 from strataflux.client.prepare.bases.rtn import RtnSettings
 from strataflux.client.prepare.bases.sqllm import SqllmSettings
 from strataflux.client.prepare.fit import MULTIPLIERS
 from strataflux.client.prepare.fsq import require_coded_layers
 from strataflux.client.prepare.fsq_request import FsqRequest
-from strataflux.client.runtime.cache import require_no_windows
 from strataflux.client.runtime.models import SETS, ModelConfig
 from strataflux.client.schemes import STORED_SETS, Scheme, budgets_by_set, stored_budgets
+from strataflux.kernels.nf4 import NF4_BITS
 from strataflux.kernels.topk import CHUNK
 
 __all__ = [
@@ -29,9 +30,9 @@ __all__ = [
     "default_ladder",
 ]
 
-BaseSettings = RtnSettings | AwqSettings | SqllmSettings | LnqSettings
+BaseSettings = RtnSettings | AwqSettings | SqllmSettings | LnqSettings | Nf4Settings
 
-BASES = ("rtn", "awq", "sqllm", "lnq")
+BASES = ("rtn", "awq", "sqllm", "lnq", "nf4")
 """Names of the low-bit bases."""
 
 
@@ -129,20 +130,23 @@ class PrepareSettings:
     @property
     def streams_once(self) -> bool:
         """Whether layers are independent: no calibration, no fitting, nothing to resume."""
-        return isinstance(self.base, RtnSettings) and self.fit is None
+        return isinstance(self.base, RtnSettings | Nf4Settings) and self.fit is None
 
     @property
     def group(self) -> int:
         """Inputs that share a scale; 0 for codebooks."""
-        return self.base.group if isinstance(self.base, RtnSettings | AwqSettings) else 0
+        return self.base.group if isinstance(self.base, RtnSettings | AwqSettings | Nf4Settings) else 0
 
 
-def base_settings(name: str, bits: int, group: int, guide_groups: int = 4) -> BaseSettings:
-    """The settings of the base called ``name``.
+def base_settings(name: str, bits: int | None, group: int, guide_groups: int = 4) -> BaseSettings:
+    """The settings of the base called ``name``; without ``bits`` the usual ones, 3, or the 4 of nf4.
 
     Raises:
         MisuseError: there is no such base, or it does not support these numbers.
     """
+    if name == "nf4":
+        return Nf4Settings(NF4_BITS if bits is None else bits, group)
+    bits = 3 if bits is None else bits
     match name:
         case "rtn":
             return RtnSettings(bits, group)
@@ -166,14 +170,11 @@ def check_inputs(config: ModelConfig, settings: PrepareSettings) -> None:
     """Refuse a model that cannot be prepared so, before the first byte is written.
 
     Raises:
-        MisuseError: matrices do not divide as the base needs, naming the projection set; or codes are to be trained
-            in a model that has layers with windows.
+        MisuseError: matrices do not divide as the base needs, naming the projection set.
         InputError: codes are wanted of layers that all attend to windows.
     """
     if settings.codes:
         require_coded_layers(config)
-    if any(request.training is not None for request in settings.codes):
-        require_no_windows(config, "--tune")
     if config.hidden % 2 and settings.mlp != "channels":
         raise MisuseError("--mlp", f"{settings.mlp} of {config.hidden} channels", "an even number", "use channels")
     for name in SETS:

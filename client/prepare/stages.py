@@ -10,7 +10,8 @@ import torch
 from strataflux.client.prepare.bases.awq import AwqSettings, quantize_awq
 from strataflux.client.prepare.bases.descent import block_descent
 from strataflux.client.prepare.bases.lnq import LnqSettings, quantize_lnq
-from strataflux.client.prepare.bases.matrices import CodebookCodes, GroupedCodes, power_cost, round_groups
+from strataflux.client.prepare.bases.matrices import MatrixCodes, power_cost, round_groups
+from strataflux.client.prepare.bases.nf4 import Nf4Settings, quantize_nf4
 from strataflux.client.prepare.bases.rtn import EXPONENT, FACTORS, LEAST_FACTOR, RtnSettings
 from strataflux.client.prepare.bases.sqllm import SqllmSettings, quantize_sqllm
 from strataflux.client.prepare.calibrate import Calibration, walk_back, walk_forward
@@ -65,16 +66,16 @@ class QuantizeStage:
         base, config, scales = self._settings.base, self._source.config, {}
         if isinstance(base, AwqSettings):
             made = quantize_awq(f"layers.{index}", config, layer, found.inputs, base)
-            matrices: Mapping[str, GroupedCodes | CodebookCodes] = made.matrices
+            matrices: Mapping[str, MatrixCodes] = made.matrices
             scales = dict(made.scales)
         else:
             matrices = {name: self._matrix(f"layers.{index}.{name}", name, layer, found) for name in SETS}
         self._work.save_base(index, matrices, scales)
 
-    def _matrix(
-        self, subject: str, name: str, layer: LayerWeights, found: LayerStatistics
-    ) -> GroupedCodes | CodebookCodes:
+    def _matrix(self, subject: str, name: str, layer: LayerWeights, found: LayerStatistics) -> MatrixCodes:
         base, weight = self._settings.base, layer.projections[name]
+        if isinstance(base, Nf4Settings):
+            return quantize_nf4(subject, weight, base)
         if isinstance(base, RtnSettings):
             shrink = torch.linspace(1.0, LEAST_FACTOR, FACTORS)
             return round_groups(subject, weight, base.bits, base.group, shrink, power_cost(EXPONENT))

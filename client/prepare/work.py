@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from strataflux.client.prepare.bases.matrices import CodebookCodes, GroupedCodes
+from strataflux.client.prepare.bases.matrices import CodebookCodes, GroupedCodes, MatrixCodes, NormalFloatCodes
 from strataflux.client.prepare.settings import PrepareSettings
 from strataflux.client.prepare.states import StateFolder
 from strataflux.client.prepare.tensor_file import TensorDigest
@@ -18,7 +18,7 @@ from strataflux.client.runtime.models import SETS, WeightSource
 
 __all__ = ["Matrices", "WorkFolder", "open_work", "work_key"]
 
-Matrices = Mapping[str, GroupedCodes | CodebookCodes]
+Matrices = Mapping[str, MatrixCodes]
 """A layer's quantized matrices by projection set, on the CPU."""
 
 
@@ -53,22 +53,28 @@ class WorkFolder:
         tensors = {f"{name}.input_scales": scale for name, scale in scales.items()}
         for name, matrix in matrices.items():
             tensors[f"{name}.codes"] = matrix.codes
-            if isinstance(matrix, GroupedCodes):
-                tensors |= {f"{name}.scales": matrix.scales, f"{name}.zeros": matrix.zeros}
-            else:
+            if isinstance(matrix, CodebookCodes):
                 tensors[f"{name}.codebook"] = matrix.codebook
+                continue
+            tensors[f"{name}.scales"] = matrix.scales
+            if isinstance(matrix, GroupedCodes):
+                tensors[f"{name}.zeros"] = matrix.zeros
         self.save("base", layer, tensors)
 
     def load_base(self, layer: int, bits: int, group: int) -> tuple[Matrices, dict[str, Tensor]]:
         """What :meth:`save_base` kept."""
         kept = self.load("base", layer)
         scales = {name: kept[f"{name}.input_scales"] for name in SETS if f"{name}.input_scales" in kept}
-        if group:
-            return {
-                name: GroupedCodes(kept[f"{name}.codes"], kept[f"{name}.scales"], kept[f"{name}.zeros"], bits, group)
-                for name in SETS
-            }, scales
-        return {name: CodebookCodes(kept[f"{name}.codes"], kept[f"{name}.codebook"], bits) for name in SETS}, scales
+
+        def matrix(name: str) -> MatrixCodes:
+            codes = kept[f"{name}.codes"]
+            if not group:
+                return CodebookCodes(codes, kept[f"{name}.codebook"], bits)
+            if f"{name}.zeros" not in kept:
+                return NormalFloatCodes(codes, kept[f"{name}.scales"], group)
+            return GroupedCodes(codes, kept[f"{name}.scales"], kept[f"{name}.zeros"], bits, group)
+
+        return {name: matrix(name) for name in SETS}, scales
 
     def remove(self) -> None:
         """Everything is published: forget it."""

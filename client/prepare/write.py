@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from strataflux.client.errors import InputError
+from strataflux.client.prepare.bases.nf4 import Nf4Settings
 from strataflux.client.prepare.bases.rtn import RtnSettings
 from strataflux.client.prepare.fsq_stage import FsqStage
 from strataflux.client.prepare.layers import StagedLayers, StreamedLayers
@@ -78,7 +79,7 @@ def prepare(
 
 
 def _streamed(source: ModelSource, settings: PrepareSettings) -> Content:
-    assert isinstance(settings.base, RtnSettings), "only this base needs no text"
+    assert isinstance(settings.base, RtnSettings | Nf4Settings), "only these bases need no text"
     layers = StreamedLayers(source, settings.base, settings.sets)
     return Content(source, layers, partial(_manifest, source.config, settings))
 

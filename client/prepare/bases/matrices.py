@@ -1,6 +1,6 @@
-"""What a base makes of one matrix: codes and what turns them back into weights, in two kinds.
+"""What a base makes of one matrix: codes and what turns them back into weights, in three kinds.
 
-Nothing here is compiled, so both kinds live on any device; packing for a file happens on the CPU.
+Nothing here is compiled, so all kinds live on any device; packing for a file happens on the CPU.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from strataflux.client.prepare.errors import DamagedModel
+from strataflux.kernels.nf4 import NF4, NF4_BITS
 
 __all__ = [
     "CodebookCodes",
     "GroupCost",
     "GroupedCodes",
+    "MatrixCodes",
+    "NormalFloatCodes",
     "QuantizedMatrix",
     "nearest_codes",
     "power_cost",
@@ -80,6 +83,36 @@ class CodebookCodes:
     def bits_per_weight(self) -> float:
         """Codes, and 16 bits for each codebook entry."""
         return self.bits + 16 * (1 << self.bits) / self.codes.shape[1]
+
+
+@dataclass(frozen=True)
+class NormalFloatCodes:
+    """``w = scale · NF4[code]``; see :mod:`strataflux.kernels.nf4`."""
+
+    codes: Tensor
+    """[outputs, inputs] uint8, one a byte."""
+    scales: Tensor
+    """[outputs, inputs / group] float16."""
+    group: int
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return NF4_BITS
+
+    def dequantized(self) -> Tensor:
+        """[outputs, inputs] float32."""
+        values = torch.tensor(NF4, device=self.codes.device)[self.codes.long()].view(*self.scales.shape, self.group)
+        return (values * self.scales.float()[..., None]).view(self.codes.shape)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Codes, and 16 bits a group."""
+        return NF4_BITS + 16 / self.group
+
+
+MatrixCodes = GroupedCodes | CodebookCodes | NormalFloatCodes
+"""What one of the bases makes of a matrix."""
 
 
 def power_cost(exponent: float) -> GroupCost:

@@ -62,11 +62,14 @@ def load_prepared(prepared: PreparedModel, device: torch.device) -> DeviceModel:
 
     Raises:
         ValueError: a shape without a kernel.
-        MisuseError: an architecture without one.
+        MisuseError: an architecture or base without one.
     """
     config, manifest = prepared.config, prepared.manifest
     if config.qkv_bias:
         raise MisuseError("device", f"architecture {config.architecture!r}, with biases", "one without", "use the CPU")
+    if manifest.base == "nf4":
+        found, expected = "base nf4, whose table and group scales have no kernel", "rtn, awq, sqllm or lnq"
+        raise MisuseError("device", found, expected, "use the CPU, or prepare with --base rtn --bits 4")
     with safe_open(prepared.folder / RESIDENT, framework="pt") as opened:
 
         def take(name: str) -> Tensor:

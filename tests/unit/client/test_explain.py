@@ -44,11 +44,13 @@ def test_a_plan_comes_true(mlp: str, tiny_source: TinySource, tmp_path: Path) ->
     assert planned.cache_bytes == store_slot_bytes(prepared.config, prepared.sets) // 4
 
 
-@pytest.mark.parametrize(("base", "group"), [("awq", 64), ("sqllm", 0), ("lnq", 0)])
-def test_bases_that_calibrate_can_be_told_without_text(base: str, group: int, tiny_source: TinySource) -> None:
-    told = explain_model(tiny_source.config, PrepareSettings(base_settings(base, 3, 64), tokens=NO_TEXT), None)
-    assert (told.base, told.bits, told.group) == (base, 3, group)
-    assert told.fast_bytes["codes"] == told.weights * 3 // 8
+@pytest.mark.parametrize(("base", "bits", "group"), [("awq", 3, 64), ("sqllm", 3, 0), ("lnq", 3, 0), ("nf4", 4, 64)])
+def test_other_bases_can_be_told_without_text(base: str, bits: int, group: int, tiny_source: TinySource) -> None:
+    told = explain_model(tiny_source.config, PrepareSettings(base_settings(base, bits, 64), tokens=NO_TEXT), None)
+    assert (told.base, told.bits, told.group) == (base, bits, group)
+    if base == "nf4":
+        assert told.bits_per_weight == 4.25  # no zero-points
+    assert told.fast_bytes["codes"] == told.weights * bits // 8
 
 
 def test_budgets_and_cache_change_what_a_token_asks(tiny_source: TinySource) -> None:

@@ -158,7 +158,7 @@ def test_folders_of_both_architectures_with_every_base(
 ) -> None:
     source = tiny_source.with_config(intermediate=128, **changes)
     write_hf(tmp_path / "model", source, hf_tensors(source), **written)
-    fixed = ("--bits", 3, "--fit", "auto", "--mlp", "both", "--calibration", prose, "--calibration-tokens", 2048)
+    fixed = ("--fit", "auto", "--mlp", "both", "--calibration", prose, "--calibration-tokens", 2048)
     said = run("prepare", tmp_path / "model", tmp_path / "out", "--base", base, *fixed, "--json")
     assert said.code == 0, said.err
     assert said.json()["sets"] == ["qkv", "o", "gate_up", "down", "mlp"]

@@ -30,7 +30,7 @@ def words(model: Path, out: Path, prose: Path, *more: object) -> tuple[object, .
     return ("prepare", model, out, "--calibration", prose, "--calibration-tokens", 2048, *more, "--json")
 
 
-@pytest.mark.parametrize("base", ["rtn", "awq"])
+@pytest.mark.parametrize("base", ["rtn", "awq", "nf4"])
 def test_codes_over_the_base_and_over_the_original(
     base: str, tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run
 ) -> None:
@@ -168,9 +168,13 @@ def test_layers_with_windows_stay_as_they_are(tmp_path: Path, tiny_source: Any, 
     assert "1 of 2 layers attend to the newest 24 positions and stay as they are" in said.err
     assert len(said.json()["codes"]["8x"]["key_errors"]) == 1
     assert open_prepared(tmp_path / "out").config.windows == (24, 0)
-    said = run(*words(tmp_path / "qwen", tmp_path / "other", prose, "--fsq", "8x", "--tune", 0.02))
-    assert said.code == 2
-    assert said.json()["error"]["subject"] == "--tune"
+    longer = tmp_path / "longer.txt"
+    longer.write_text(prose.read_text() * 3)
+    trained = ("--tune", 0.02, "--text", longer)
+    said = run(*words(tmp_path / "qwen", tmp_path / "trained", prose, "--fsq", "8x", *trained))
+    assert said.code == 0, said.err
+    before, after = said.json()["codes"]["8x"]["held_out_kl"]
+    assert after <= before
     found = {}
     evaluated = ("--context", 64, "--windows", 1, "--calibration-tokens", 2048, "--json")
     for mode in ((), ("--sequential",)):

@@ -1,6 +1,7 @@
 """Each base's search against its definition, on matrices small enough to look at all of it."""
 
 import itertools
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -9,13 +10,49 @@ from torch import Tensor
 from strataflux.client.errors import MisuseError
 from strataflux.client.prepare.bases.lnq import LnqSettings, _Problem, descend_block, quantize_lnq
 from strataflux.client.prepare.bases.matrices import CodebookCodes, nearest_codes, power_cost, round_groups
+from strataflux.client.prepare.bases.nf4 import Nf4Settings, quantize_nf4
 from strataflux.client.prepare.bases.rtn import EXPONENT, FACTORS, LEAST_FACTOR, RtnSettings, quantize_rtn
 from strataflux.client.prepare.bases.sqllm import SqllmSettings, quantize_sqllm
 from strataflux.client.prepare.errors import DamagedModel
+from strataflux.kernels.lowbit import pack_codes
+from strataflux.kernels.nf4 import NF4, dequantize_nf4
 
 
 def random_weight(outputs: int, inputs: int, seed: int = 0) -> Tensor:
     return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+
+def test_nf4_is_the_table_of_qlora() -> None:
+    # Appendix E there: quantiles, eight positive and seven negative, over the largest.
+    quantile = NormalDist().inv_cdf
+    above, below = (torch.linspace(0.9677083, 0.5, count)[:-1].double().tolist() for count in (9, 8))
+    values = sorted([*map(quantile, above), 0.0, *(-quantile(p) for p in below)])
+    torch.testing.assert_close(torch.tensor(NF4), torch.tensor(values) / max(values), atol=3e-7, rtol=0)
+    assert torch.tensor(NF4).double().tolist() == list(NF4)  # float32 holds them
+
+
+@pytest.mark.parametrize("group", [64, 128])
+def test_nf4_takes_the_nearest_value_under_the_largest_magnitude(group: int) -> None:
+    weight = random_weight(5, 256)
+    weight[1, :group] = 0
+    low = quantize_nf4("w", weight, Nf4Settings(group=group))
+    assert torch.equal(low.scales, weight.view(5, -1, group).abs().amax(-1).half())
+    values = low.scales.float().repeat_interleave(group, 1)[..., None] * torch.tensor(NF4)
+    found = low.dequantized()
+    torch.testing.assert_close((found - weight).abs(), (values - weight[..., None]).abs().amin(-1))
+    assert torch.equal(found, values.gather(-1, low.codes.long()[..., None])[..., 0])
+    assert torch.equal(found, dequantize_nf4(pack_codes(low.codes, 4), low.scales, group))
+    assert not found[1, :group].any()
+    assert low.bits_per_weight == 4 + 16 / group
+
+
+def test_nf4_refuses_what_it_cannot_hold() -> None:
+    with pytest.raises(DamagedModel, match=r"layers\.0\.o"):
+        quantize_nf4("layers.0.o", random_weight(2, 64) * 1e9, Nf4Settings())
+    with pytest.raises(MisuseError, match="group"):
+        Nf4Settings(group=32)
+    with pytest.raises(ValueError, match="packed rows hold 32 bytes"):
+        dequantize_nf4(torch.zeros(2, 32, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.float16), 64)
 
 
 def random_hessian(inputs: int, seed: int = 0) -> Tensor:

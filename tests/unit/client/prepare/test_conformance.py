@@ -13,6 +13,7 @@ from strataflux.client.evaluate.dense_run import refined_dense
 from strataflux.client.evaluate.scoring import score
 from strataflux.client.prepare.bases.awq import AwqSettings
 from strataflux.client.prepare.bases.lnq import LnqSettings
+from strataflux.client.prepare.bases.nf4 import Nf4Settings
 from strataflux.client.prepare.bases.rtn import RtnSettings
 from strataflux.client.prepare.bases.sqllm import SqllmSettings
 from strataflux.client.prepare.errors import DamagedModel
@@ -39,6 +40,8 @@ SETTINGS = [
     PrepareSettings(SqllmSettings(4), fit=FitSettings(), tokens=TOKENS, mlp="both", ladder=(8, 128)),
     PrepareSettings(LnqSettings(3, 1), tokens=TOKENS),
     PrepareSettings(LnqSettings(2, 4), fit=FitSettings(), tokens=TOKENS),
+    PrepareSettings(Nf4Settings()),
+    PrepareSettings(Nf4Settings(), fit=FitSettings(), tokens=TOKENS, mlp="both", ladder=(8,)),
 ]
 NAMES = [f"{one.base.to_json()['name']}{one.base.bits}{'-fit' if one.fit else ''}-{one.mlp}" for one in SETTINGS]
 
@@ -213,6 +216,9 @@ def test_refusals(tmp_path: Path, tiny_source: Any) -> None:
         FitSettings(-1.0)
     with pytest.raises(MisuseError, match="gptq"):
         base_settings("gptq", 3, 64)
+    with pytest.raises(MisuseError, match="3 with nf4; expected 4"):
+        base_settings("nf4", 3, 64)
+    assert (base_settings("nf4", None, 64).bits, base_settings("rtn", None, 64).bits) == (4, 3)
     with pytest.raises(MisuseError, match="128 for qkv with 64 inputs"):
         prepare(tiny_source, tmp_path / "p", PrepareSettings(AwqSettings(3, 128), tokens=TOKENS))
     odd = tiny_source.with_config(intermediate=132)
