@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ __all__ = [
     "load_function",
     "multiprocessors",
 ]
+
+_ALWAYS_ALLOWED: Final = 48 << 10
+"""Bytes of shared memory that a block may ask for without asking before."""
 
 
 class CudaError(RuntimeError):
@@ -82,6 +85,8 @@ class CudaFunction:
         early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
         self._early = early
+        # changed by allow_shared
+        self._allowed = _ALWAYS_ALLOWED
 
     def launch(
         self, blocks: int, threads: int, arguments: Sequence[np.generic], *, early: bool, shared_bytes: int = 0
@@ -122,8 +127,22 @@ class CudaFunction:
         """
         from cuda.bindings import driver
 
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked("cuFuncSetAttribute", driver.cuFuncSetAttribute(self._function, attribute, size))
+        if size > self._allowed:
+            self._set(driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
+            self._allowed = size
+
+    def leave_room(self) -> None:
+        """Let multiprocessors have as much shared memory as they can while this runs, not only what it needs: so the
+        blocks of the next launch may begin beside its own.
+        """
+        from cuda.bindings import driver
+
+        self._set(driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
+
+    def _set(self, attribute: Any, value: int) -> None:
+        from cuda.bindings import driver
+
+        _checked("cuFuncSetAttribute", driver.cuFuncSetAttribute(self._function, attribute, value))
 
 
 @cache

@@ -5,6 +5,7 @@ filled before the kernel before has ended: few registers are held, so the blocks
 find room beside each other on a multiprocessor.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -21,8 +22,6 @@ __all__ = ["gemv_stream", "shared_bytes", "stream_instance"]
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 _PIECE: Final = 16
-_ALWAYS_ALLOWED: Final = 48 << 10
-"""Bytes of shared memory that a block may ask for without asking before."""
 
 
 def stream_instance(weights: LowbitWeights, plan: StreamPlan, *, add: bool, beside: bool = False) -> str:
@@ -69,8 +68,9 @@ def gemv_stream(
     function.launch(beside + blocks, threads, arguments, early=early, shared_bytes=size)
 
 
+@cache
 def _function(instance: str, size: int, device: int) -> CudaFunction:
     function = load_function(_SOURCE, instance, device)
-    if size > _ALWAYS_ALLOWED:
-        function.allow_shared(size)
+    function.allow_shared(size)
+    function.leave_room()
     return function

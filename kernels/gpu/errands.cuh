@@ -55,7 +55,7 @@ template <int THREADS>
 __device__ __forceinline__ void add_records(const i64* f, int block, int blocks, float* scratch) {
   constexpr int WORDS = THREADS < 64 ? THREADS : 64, GROUPS = THREADS / WORDS, BATCH = 256, DEEP = 8;
   constexpr int OWN = 8 * WORDS / THREADS;  // outputs of a column that a thread adds up
-  static_assert(OWN >= 1 && BATCH + GROUPS * 8 * WORDS <= ERRAND_SCRATCH<THREADS>, "too many threads, or too little scratch");
+  static_assert(OWN >= 1 && BATCH + GROUPS * 8 * WORDS <= ERRAND_SCRATCH<THREADS>, "threads, or scratch");
   float* weight = scratch;
   auto sums = (float(*)[8 * WORDS])(scratch + BATCH);
   const u16* x = (const u16*)f[0];

@@ -29,8 +29,8 @@ class EmulatedKernels:
             assert found, f"{instance} is no kernel of {kernel.name}"
             names = ", ".join(one.split()[-1].lstrip("*") for one in found[1].split(","))
             runs.append(
-                f'extern "C" void run{number}(int blocks, int threads, {found[1]}) '
-                f"{{ run_blocks(blocks, threads, [=] {{ {instance}({names}); }}); }}"
+                f'extern "C" void run{number}(int grid, int threads, {found[1]}) '
+                f"{{ run_blocks(grid, threads, [=] {{ {instance}({names}); }}); }}"
             )
         library = emulated(kernel, "\n".join(runs), folder)
         self._functions = {instance: library[f"run{number}"] for number, instance in enumerate(instances)}
@@ -55,3 +55,6 @@ class EmulatedFunction:
 
     def allow_shared(self, size: int) -> None:
         """There is always enough."""
+
+    def leave_room(self) -> None:
+        """One block runs at a time."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strataflux.kernels import lowbit_gemv_stream
 from strataflux.kernels.gpu.errands import Errands, Fetch
 from strataflux.kernels.gpu.fetch import Staging
 from strataflux.kernels.lowbit_gemv import (
@@ -23,7 +24,7 @@ from strataflux.kernels.lowbit_gemv import (
     unpack,
 )
 from strataflux.kernels.lowbit_gemv_stream import gemv_stream, shared_bytes, stream_instance
-from tests.fakes.emulation import emulated
+from tests.fakes.emulation import EmulatedKernels, emulated
 
 pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
 
@@ -177,6 +178,21 @@ def test_a_stream_runs_errands_in_blocks_of_their_own(tmp_path: Path) -> None:
     library.run(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in (packed.words, packed.meta, x, y, table)))
     assert close(y, x.double() @ values.t())
     assert torch.equal(staging.rows[:, :24], records[[3, 0, 4, 1, 2], :24])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the CUDA source for the host with")
+def test_a_stream_is_launched_over_the_multiprocessors_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, values = scaled(3, 100, 768, 128, torch.device("cpu"))
+    plan, source = StreamPlan(3, 2, share=2, ahead=1), SOURCE.with_name("lowbit_gemv_stream.cu")
+    kernels = EmulatedKernels(source, [stream_instance(packed, plan, add=True)], tmp_path)
+    monkeypatch.setattr(lowbit_gemv_stream, "load_function", kernels)
+    monkeypatch.setattr(lowbit_gemv_stream, "multiprocessors", lambda _: 2)
+    monkeypatch.setattr(lowbit_gemv_stream, "device_capability", lambda _: (9, 0))
+    x, y = torch.randn(1, 768).half(), torch.ones(1, 100)
+    gemv(packed, x, y, add=True, plan=plan, path="cuda")
+    assert close(y, 1 + x.double() @ values.t())
 
 
 @pytest.mark.parametrize(("kind", "batch", "warps"), [("codebook", 1, 1), ("scaled", 2, 1), ("scaled", 1, 3)])
