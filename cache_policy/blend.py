@@ -10,10 +10,11 @@ sequence: each about as often as any other, and neighbours in memory not one aft
 filled one after the other and would all be found at one age. The more a miss looks at, the sooner is found what has
 fallen; small caches, which a CPU's own cache holds, look at eight blocks, large ones at one, fetched ahead.
 
-Ghosts stand four to a cache line, found by a 32-bit hash of the key. Two keys of one hash are taken for one, which
-costs a wrong estimate and nothing else. A ghost that has to go is the one not used for longest of its line. What a
-request tells a ghost is written down when it is next needed, so that its line is on the way while victims are looked
-at.
+What a request tells a ghost (:mod:`recall`) is written down when it is next needed, so that its line is on the way
+while victims are looked at.
+
+Where least recently used would keep more (:mod:`duel`), slots are compared by age alone, and every missed key enters,
+for a while; everything is learnt as ever.
 
 Each request also offers one sample to the model. Caches too large to learn from every request learn from one in 2**k:
 the tables have some thousand entries, and more samples than ``_LEARNT`` a turn-over of the cache change nothing.
@@ -24,12 +25,12 @@ named, until it is next looked at), and ``listed`` of the block has the bits of 
 ``named`` is a class stands in a block that the class names.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from strataflux.cache_policy import pool, reuse
+from strataflux.cache_policy import duel, pool, recall, reuse
 from strataflux.cache_policy.base import INTACT, LOST_SLOT, NO_SLOT, WRONG_CLASS, WRONG_COUNT, wide
 from strataflux.cache_policy.bits import prefetch
 from strataflux.cache_policy.ghosts import WAYS, hash_key
@@ -49,23 +50,24 @@ __all__ = [
     "touch",
 ]
 _BLOCK = 16
-_GHOSTS_PER_SLOT = 16
 _LOOKS = 8  # blocks a miss of a small cache looks at
 _LOOKS_TIMES_SLOTS = 1 << 19  # for larger ones: a million slots fill a CPU's own cache, and one block is looked at
 _LEARNT = 16384
 _TICKS_A_TURNOVER = 64
+_DUELS_FROM = 32  # ticks: before, too little is known of turns
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 _LINE = 64
 
-# Numbers behind the model's.
-_DRAWS = reuse.NUMBERS  # samples drawn so far
+# Numbers behind the model's and the ghosts'.
+_DRAWS = recall.NUMBERS  # samples drawn so far
 _CALLS = _DRAWS + 1  # calls that change what is the candidate
-_BLOCKS, _GHOSTS, _SETS_MASK = _DRAWS + 2, _DRAWS + 3, _DRAWS + 4  # blocks; index of the first ghost; sets of them - 1
-_FIRST = _DRAWS + 5  # index in the numbers of the first of ``listed``
-_TAG, _FOUND = _DRAWS + 6, _DRAWS + 7  # of the key asked for last: its tag and ghost
-_PENDING, _PENDING_TIME = _DRAWS + 8, _DRAWS + 9  # the tag whose ghost has yet to learn of its use, or -1; and when
-_LOOKS_A_MISS = _DRAWS + 10
-_CLASSES = _DRAWS + 11
+_BLOCKS = _DRAWS + 2
+_FIRST = _DRAWS + 3  # index in the numbers of the first of ``listed``
+_PENDING, _PENDING_TIME = _DRAWS + 4, _DRAWS + 5  # the tag whose ghost has yet to learn of its use, or -1; and when
+_LOOKS_A_MISS = _DRAWS + 6
+_RESIDENT = _DRAWS + 7  # slots of all classes
+_DUEL = _DRAWS + 8
+_CLASSES = _DUEL + duel.SIZE
 
 # Numbers of a class, from _CLASSES + cls * _CLASS on.
 _COUNT, _NAMED, _CHOSEN, _CHOSEN_VALUE, _LOOKED, _NEXT, _SWEEP, _POOL = range(8)
@@ -82,32 +84,21 @@ class State(NamedTuple):
 def make_state(n_slots: int, n_classes: int, n_keys_hint: int) -> State:
     """As :meth:`base.Policy.make_state`, for at most 63 classes; 16 bytes a slot and a ghost."""
     blocks = -(-n_slots // _BLOCK)
-    sets = 1
-    while sets * WAYS < max(n_slots, min(n_keys_hint, _GHOSTS_PER_SLOT * n_slots)):
-        sets *= 2
+    sets = recall.sets_for(n_slots, n_keys_hint)
     raw = np.zeros((blocks * _BLOCK + sets * WAYS) * reuse.PAST.itemsize + _LINE, np.uint8)
     start = -raw.ctypes.data % _LINE
     pasts = raw[start : start + len(raw) - _LINE].view(reuse.PAST)
     pasts["cls"][: blocks * _BLOCK] = pasts["named"][: blocks * _BLOCK] = ABSENT
-    own = _CLASSES - _DRAWS + n_classes * _CLASS + blocks * (1 + n_classes)
-    looks = min(max(_LOOKS_TIMES_SLOTS // max(n_slots, 1), 1), _LOOKS)
+    own = _CLASSES - reuse.NUMBERS + n_classes * _CLASS + blocks * (1 + n_classes)
     learn_every = 1
     while learn_every * _LEARNT < n_slots:
         learn_every *= 2
     numbers = reuse.make_numbers(max(n_slots // _TICKS_A_TURNOVER, 1), learn_every, own)
-    numbers[_DRAWS:_CLASSES] = (
-        0,
-        1,
-        blocks,
-        blocks * _BLOCK,
-        sets - 1,
-        _CLASSES + n_classes * _CLASS,
-        -1,
-        0,
-        -1,
-        0,
-        looks,
-    )
+    recall.make_recall(numbers, blocks * _BLOCK, sets)
+    numbers[_CALLS], numbers[_BLOCKS], numbers[_FIRST] = 1, blocks, _CLASSES + n_classes * _CLASS
+    numbers[_PENDING] = -1
+    numbers[_LOOKS_A_MISS] = min(max(_LOOKS_TIMES_SLOTS // max(n_slots, 1), 1), _LOOKS)
+    duel.make_duel(numbers, _DUEL, n_slots)
     for cls in range(n_classes):
         numbers[_CLASSES + cls * _CLASS + _CHOSEN] = NO_SLOT
     return State(pasts, numbers)
@@ -117,12 +108,12 @@ def make_state(n_slots: int, n_classes: int, n_keys_hint: int) -> State:
 def requested(s: State, key: int, _score: int, clock: int) -> None:
     """As :meth:`base.Policy.requested`: its ghost is to learn of the use, or to begin."""
     tag = hash_key(key)
-    prefetch(s.pasts, _first_way(s, tag))
+    prefetch(s.pasts, recall.first_way(s, tag))
     if s.numbers[_PENDING] >= 0:
         _settle(s)
     if reuse.advance(s, clock) and reuse.attend(s, clock):
         _learn_absences(s)
-        at, known = _seek(s, tag)
+        at, known = recall.seek(s, tag)
         if known:
             reuse.learn_use(s, s.pasts[at])
     s.numbers[_PENDING], s.numbers[_PENDING_TIME] = tag, reuse.now(s)
@@ -136,6 +127,8 @@ def touch(s: State, slot: int, clock: int, _score: int) -> None:
     if reuse.advance(s, clock) and reuse.attend(s, clock):
         _learn_absences(s)
         reuse.learn_use(s, past)
+    if duel.sampled(s.numbers, _DUEL, wide(past.tag)):
+        _count(s, past, True, 1, reuse.now(s))
     reuse.used(s, past, reuse.now(s))
     c = _CLASSES + wide(past.cls) * _CLASS
     if s.numbers[c + _CHOSEN] == slot:
@@ -150,7 +143,7 @@ def insert(s: State, slot: int, cls: int, key: int, _clock: int, _score: int) ->
     n, past, tag = s.numbers, s.pasts[slot], hash_key(key)
     if s.numbers[_PENDING] >= 0:
         _settle(s)
-    at = _find(s, tag)
+    at = recall.find(s, tag)
     if at >= 0:
         reuse.filled(s, s.pasts[at])
         reuse.copy_past(past, s.pasts[at])
@@ -159,6 +152,7 @@ def insert(s: State, slot: int, cls: int, key: int, _clock: int, _score: int) ->
         reuse.begin(s, past, tag)
     past.cls = cls
     n[_CLASSES + cls * _CLASS + _COUNT] += 1
+    n[_RESIDENT] += 1
     n[_CALLS] += 1
     if past.named != cls:
         _name_block(s, slot, cls)
@@ -182,9 +176,10 @@ def remove(s: State, slot: int, evicted: bool) -> None:
     if s.numbers[_PENDING] >= 0:
         _settle(s)
     s.numbers[_CLASSES + wide(past.cls) * _CLASS + _COUNT] -= 1
+    s.numbers[_RESIDENT] -= 1
     past.cls = ABSENT
     if evicted:
-        reuse.copy_past(s.pasts[_seek(s, wide(past.tag))[0]], past)
+        reuse.copy_past(s.pasts[recall.seek(s, wide(past.tag))[0]], past)
     s.numbers[_CALLS] += 1
 
 
@@ -217,8 +212,8 @@ def admit(s: State, key: int, cls: int, _score: int, _clock: int) -> bool:
         return True
     if n[_PENDING] >= 0:
         _settle(s)
-    at = _find(s, hash_key(key))
-    if at < 0 or reuse.estimate(s, s.pasts[at]) >= n[c + _CHOSEN_VALUE]:
+    at = recall.find(s, hash_key(key))
+    if at < 0 or _worth(s, s.pasts[at]) >= n[c + _CHOSEN_VALUE]:
         return True
     n[_CALLS] += 1  # the next miss looks further, though nothing came or went
     return False
@@ -234,7 +229,7 @@ def check_integrity(s: State) -> int:
     """
     n, first = s.numbers, s.numbers[_FIRST]
     n_classes = (first - _CLASSES) // _CLASS
-    for slot in range(n[_GHOSTS]):
+    for slot in range(recall.first_ghost(s)):
         past, listed = s.pasts[slot], n[first + slot // _BLOCK]
         if past.cls != ABSENT and not 0 <= past.cls < n_classes:
             return WRONG_CLASS
@@ -256,7 +251,7 @@ def _check_class(s: State, cls: int) -> int:
     for at in range(named, named + n[c + _NAMED]):
         if not n[first + n[at]] >> cls & 1:
             return WRONG_CLASS
-    for slot in range(n[_GHOSTS]):
+    for slot in range(recall.first_ghost(s)):
         found += s.pasts[slot].cls == cls
     for block in range(n[_BLOCKS]):
         listed += n[first + block] >> cls & 1
@@ -278,7 +273,7 @@ def _look(s: State, cls: int) -> None:
                 resident = True
                 if pool.was_passed(n, c + _POOL, slot):
                     continue
-                value = reuse.estimate(s, s.pasts[slot])
+                value = _worth(s, s.pasts[slot])
                 if best < 0 or value < lowest:
                     best, lowest = slot, value
         if not resident:
@@ -318,69 +313,58 @@ def _choose(s: State, cls: int) -> None:
         elif s.pasts[slot].cls != cls:
             pool.drop_lowest(n, at)
         else:
-            value = reuse.estimate(s, s.pasts[slot])
+            value = _worth(s, s.pasts[slot])
             if value <= pool.second_value(n, at):
                 break
             pool.offer(n, at, slot, value)
     n[c + _CHOSEN], n[c + _CHOSEN_VALUE] = slot, value
-    prefetch(s.pasts, _first_way(s, wide(s.pasts[slot].tag)))
+    prefetch(s.pasts, recall.first_way(s, wide(s.pasts[slot].tag)))
     following = pool.second(n, at)
-    prefetch(s.pasts, _first_way(s, wide(s.pasts[following].tag)))
+    prefetch(s.pasts, recall.first_way(s, wide(s.pasts[following].tag)))
 
 
 @borrowing
 def _settle(s: State) -> None:
     """The ghost of the key asked for last learns of it: not at once, so that memory has time to bring it."""
     n = s.numbers
-    at, known = _seek(s, n[_PENDING])
+    at, known = recall.seek(s, n[_PENDING])
+    if duel.sampled(n, _DUEL, n[_PENDING]):
+        _count(s, s.pasts[at], known, 0, n[_PENDING_TIME])
     reuse.begin_or_use(s, s.pasts[at], n[_PENDING], known, n[_PENDING_TIME])
-    n[_TAG], n[_FOUND], n[_PENDING] = n[_PENDING], at, -1
+    recall.found(s, n[_PENDING], at)
+    n[_PENDING] = -1
 
 
 @borrowing
 def _learn_absences(s: State) -> None:
     """One slot and one set of ghosts, drawn by a hash: in turn they would come in the order they were filled in."""
-    n_slots, sets = s.numbers[_GHOSTS], s.numbers[_SETS_MASK] + 1
+    n_slots, sets = recall.first_ghost(s), recall.sets(s)
     s.numbers[_DRAWS] += 1
     draw = hash_key(s.numbers[_DRAWS])
     slot = (draw * n_slots) >> 32
     if s.pasts[slot].cls != ABSENT:
         reuse.learn_absence(s, s.pasts[slot], n_slots / reuse.pace(s))
-    first = _first_way(s, hash_key(draw))
+    first = recall.first_way(s, hash_key(draw))
     for at in range(first, first + WAYS):
         if s.pasts[at].last:
             reuse.learn_absence(s, s.pasts[at], sets / reuse.pace(s))
 
 
 @borrowing
-def _first_way(s: State, tag: int) -> int:
-    return s.numbers[_GHOSTS] + (tag & s.numbers[_SETS_MASK]) * WAYS  # type: ignore[no-any-return]
+def _worth(s: State, past: Any) -> int:
+    """What a slot or a ghost is compared by: its estimate, or its age where recency leads."""
+    return -(reuse.since(s, past) >> 1) if duel.recency_leads(s.numbers, _DUEL) else reuse.estimate(s, past)
 
 
 @borrowing
-def _seek(s: State, tag: int) -> tuple[int, bool]:
-    """The ghost of ``tag`` and True, or the place for one and False: a free one, else that not used for longest."""
-    first = _first_way(s, tag)
-    best, most = first, -1
-    for at in range(first, first + WAYS):
-        past = s.pasts[at]
-        free, same = wide(past.last) == 0, wide(past.tag) == tag
-        rank = reuse.since(s, past) | wide(free) << 32 | wide(same and not free) << 33
-        if rank > most:
-            best, most = at, rank
-    return best, most >> 33 != 0
-
-
-@borrowing
-def _find(s: State, tag: int) -> int:
-    """The ghost of ``tag``, or -1; short for the key that was asked for last."""
-    at = s.numbers[_FOUND]
-    if s.numbers[_TAG] != tag or wide(s.pasts[at].tag) != tag or s.pasts[at].last == 0:
-        at = _search(s, tag)
-    return at  # type: ignore[no-any-return]
-
-
-@borrowing
-def _search(s: State, tag: int) -> int:
-    at, known = _seek(s, tag)
-    return at if known else -1
+def _count(s: State, past: Any, known: bool, hit: int, time: int) -> None:
+    """A sampled key is asked for at ``time``, before its past learns of it."""
+    n = s.numbers
+    age = (time - wide(past.last)) & 0xFFFFFFFF if known else duel.UNKNOWN
+    moves = not known or not reuse.repeats(age)
+    counts = reuse.ticks(s) > _DUELS_FROM and (hit == 1 or not known or age > 2 * reuse.delay(s))
+    if duel.asked(n, _DUEL, time, age, hit, n[_RESIDENT], moves, counts):
+        # What was found to be lowest was so by the other measure.
+        n[_CALLS] += 1
+        for c in range(_CLASSES, n[_FIRST], _CLASS):
+            n[c + _POOL] = 0

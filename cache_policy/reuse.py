@@ -40,6 +40,7 @@ __all__ = [
     "begin",
     "begin_or_use",
     "copy_past",
+    "delay",
     "estimate",
     "filled",
     "last_clock",
@@ -48,7 +49,9 @@ __all__ = [
     "make_numbers",
     "now",
     "pace",
+    "repeats",
     "since",
+    "ticks",
     "used",
 ]
 
@@ -71,7 +74,7 @@ _STEP = 0.1  # AdaGrad's one rate
 _UNIT = 1 << 32  # of log-odds, and of shares: the small steps of late learning must not round to nothing
 _SQUARE_UNIT = 1 << 20
 _ESTIMATE_BITS = 16  # fewer in an estimate
-_REPEATED = 32  # uses to a repeat: with fewer a tick is too long, with more than eight times as many too short
+_REPEATED = 8  # uses to a repeat: with fewer a tick is too long, with more than eight times as many too short
 _LEAST_UNIT = 1 << 20
 _LEAST_STEP = 32  # what one use weighs, in parts
 _DELAY_BITS = 8  # the delay is averaged over 2**8 fills
@@ -80,14 +83,19 @@ _SHARE = 0.001  # what one use weighs in the share of regular ones
 
 # Parts of numbers.
 _TIME, _TICK, _CLOCK, _REQUESTS = 0, 1, 2, 3  # now; its tick; the tier's clock; requests in this tick
-_REPEATS, _LONGEST, _SHORTEST = 4, 5, 6  # uses that were repeats; requests that end a tick in any case, and the fewest
+_REPEATS, _LONGEST, _SHORTEST = (
+    4,
+    5,
+    6,
+)  # repeats among those watched; requests that end a tick in any case, and the fewest
 _FULL, _SINCE, _AHEAD = 7, 8, 9  # rate of a key used at every turn; octave of ticks since the start; see estimate
 _START, _SPEED, _SPEED_BITS = 10, 11, 24  # time at which the tick began; units of time a request, in 2**-24
 _DUE, _LEARN_AT, _LEARN_EVERY = 12, 13, 14  # requests in the tick from which on something is due; those learnt from
 _DELAY = 17  # from a request to its fill, in 1/256 of a unit of time
 _LEAST = 18  # requests that a tick has at least, in 1/_LEAST_UNIT
+_WATCHED, _WATCH = 19, 256  # requests since the length of ticks was looked at, and of how many that takes
 _PACE, _REGULAR = 15, 16  # requests a tick; share of uses that come within 1/16 tick of their turn; in _UNIT
-_LATEST = 19  # where A, B, C and D begin
+_LATEST = 20  # where A, B, C and D begin
 _EARLIER, _RATE = _LATEST + 256, _LATEST + 256 + 32
 _SEEN = _RATE + _RATES * _AGES
 _ENTRIES = _SEEN + _RATES * _AGES - _LATEST
@@ -160,20 +168,28 @@ def _start_tick(m: Any) -> None:
     if requests:
         n[_PACE] += (requests * _UNIT - n[_PACE]) // min(max(n[_TICK] - 1, 1), _MEMORY)
         n[_SPEED] = wide((_TURN << _SPEED_BITS) / max(pace(m), 1.0))
-        # Where keys repeat within a tick the clock is too coarse to tell recent from old.
-        if n[_REPEATS] * _REPEATED > requests and requests > n[_SHORTEST]:
-            n[_LONGEST] = max(requests // 2, n[_SHORTEST])
-        elif n[_REPEATS] * 8 * _REPEATED < requests:
-            n[_LONGEST] = min(n[_LONGEST] * 2, _NO_LIMIT)
+        n[_WATCHED] += requests
+        if n[_WATCHED] >= _WATCH:
+            _fit_tick(n, min(n[_LONGEST], wide(pace(m))))
         n[_FULL] = _once_more(m, n[_FULL] + _ONE - _DECAY) - _ONE if n[_TICK] > 1 else 0
     n[_TICK] += 1
-    n[_REQUESTS], n[_REPEATS], n[_LEARN_AT] = 1, 0, 0
+    n[_REQUESTS], n[_LEARN_AT] = 1, 0
     n[_START] = n[_TIME] = n[_TICK] * _TURN
     n[_SINCE] = min(octave(n[_TICK]), _AGES - 1)
     n[_CLOCKS + n[_TICK] % _HISTORY] = n[_CLOCK]
-    # Of uses at any time 1/8 would fall so near a turn by chance.
-    regular = max(8 * n[_REGULAR] - _UNIT, 0) // 7
+    # Of uses at any time 1/8 would fall so near a turn by chance; in ticks of a few requests, more.
+    regular = max(8 * n[_REGULAR] - _UNIT, 0) // 7 * wide(n[_PACE] >= 64 * _UNIT)
     n[_AHEAD] = regular // _TURN * max(_TURN - 2 * (n[_DELAY] >> _DELAY_BITS), 0) // _TURN
+
+
+@borrowing
+def _fit_tick(n: Any, present: int) -> None:
+    """Where keys repeat within a tick it is too long to tell recent from old; where hardly any do, too short."""
+    if n[_REPEATS] * _REPEATED > n[_WATCHED] and present > n[_SHORTEST]:
+        n[_LONGEST] = max(present // 2, n[_SHORTEST])
+    elif n[_REPEATS] * 8 * _REPEATED < n[_WATCHED]:
+        n[_LONGEST] = min(n[_LONGEST] * 2, _NO_LIMIT)
+    n[_REPEATS] = n[_WATCHED] = 0
 
 
 @borrowing
@@ -188,6 +204,24 @@ def filled(m: Any, past: Any) -> None:
     delay = since(m, past)
     if delay < _TURN:
         m.numbers[_DELAY] += delay - (m.numbers[_DELAY] >> _DELAY_BITS)
+
+
+@borrowing
+def ticks(m: Any) -> int:
+    """Ticks so far."""
+    return m.numbers[_TICK]  # type: ignore[no-any-return]
+
+
+@borrowing
+def delay(m: Any) -> int:
+    """From a request to its fill, in 1/256 tick; the mean of late ones."""
+    return m.numbers[_DELAY] >> _DELAY_BITS  # type: ignore[no-any-return]
+
+
+@borrowing
+def repeats(age: int) -> bool:
+    """Whether a use so long after the last one counts with it as one."""
+    return age < _TURN // 2
 
 
 @borrowing

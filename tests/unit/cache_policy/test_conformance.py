@@ -244,10 +244,10 @@ MADE = {
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.25])
 @pytest.mark.parametrize("made", MADE)
-def test_the_default_keeps_up_with_lru(made: str, share: float) -> None:
-    """Half a point at most below it; somewhat more where recency alone decides and the cache holds a step or less."""
-    allowed = 0.012 if made == "recent" else 0.005
-    trace = MADE[made](np.random.default_rng(11))
+@pytest.mark.parametrize("seed", [11, 12])
+def test_the_default_keeps_up_with_lru(seed: int, made: str, share: float) -> None:
+    """Half a point at most below it."""
+    trace = MADE[made](np.random.default_rng(seed))
     slots = int(share * trace.n_keys)
     lru = run(policies.POLICIES["lru"], trace, slots).hit_rate
-    assert run(policies.POLICIES[policies.DEFAULT], trace, slots).hit_rate >= lru - allowed
+    assert run(policies.POLICIES[policies.DEFAULT], trace, slots).hit_rate >= lru - 0.005

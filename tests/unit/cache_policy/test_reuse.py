@@ -102,14 +102,14 @@ def test_time_may_pass_the_end_of_its_32_bits() -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_of_two_keys_as_likely_the_one_whose_turn_comes_first_is_preferred_if_fills_come_at_once(late: bool) -> None:
     m = model()
-    keys = pasts(m, 4)
-    for clock in range(1, 1500):
+    keys = pasts(m, 64)
+    for clock in range(1, 200):
         for at, past in enumerate(keys):
             ask(m, clock)
             use(m, past)
-            reuse.filled(m, keys[(at + 2) % 4 if late else at])
-            if at == 1:
-                first, last = reuse.estimate(m, keys[2]), reuse.estimate(m, keys[1])
+            reuse.filled(m, keys[(at + 32) % 64 if late else at])
+            if at == 31:
+                first, last = reuse.estimate(m, keys[32]), reuse.estimate(m, keys[31])
     assert (first > last) != late
 
 
