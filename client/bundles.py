@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.runtime.models import SETS
 from strataflux.client.schemes import BUNDLES, Scheme, budgets_by_set, require_scheme
+from strataflux.client.substitutes import Substitutes
 from strataflux.client.weights import LAYERS_BEGUN, AskedSource, SetStatistics, WeightRefiner, record_bases
 from strataflux.kernels.bundle import add_bundles
 from strataflux.kernels.select import select_channels
@@ -48,7 +49,12 @@ class BundleRefiner:
     """
 
     def __init__(
-        self, source: AskedSource, table: int, prepared: PreparedModel, k: int | Mapping[str, int] | None = None
+        self,
+        source: AskedSource,
+        table: int,
+        prepared: PreparedModel,
+        k: int | Mapping[str, int] | None = None,
+        substitutes: int = 0,
     ) -> None:
         """Read the refinement scales and allocate every buffer.
 
@@ -58,9 +64,12 @@ class BundleRefiner:
             prepared: the model, prepared with neuron bundles.
             k: channels per 1,024 for all projection sets, or for each with neurons for ``down`` and 0 for
                 ``gate_up``; None takes the prepared model's.
+            substitutes: channels and neurons per 1,024 beyond ``k``, of which those present refine in place of absent
+                ones.
 
         Raises:
-            MisuseError: a budget is outside 0…1,024 or for an unknown set, or the model has no bundles.
+            MisuseError: a budget is outside 0…1,024 or for an unknown set, or ``substitutes`` is, or the model has no
+                bundles.
         """
         config = prepared.config
         require_scheme(prepared.sets, "bundles")
@@ -68,9 +77,10 @@ class BundleRefiner:
         # fixed after construction
         self._source = source
         self._table = table
-        self._channels = WeightRefiner(source, table, prepared, {**budgets, "down": 0})
+        self._channels = WeightRefiner(source, table, prepared, {**budgets, "down": 0}, substitutes)
         self._neurons = budgets["down"]
         self._bases = record_bases(config, prepared.sets)[BUNDLES]
+        self._others = Substitutes(source, table, self._neurons, substitutes, config.intermediate)
         self._scales = [prepared.refinement_scales(layer, BUNDLES).numpy() for layer in range(config.layers)]
         count = selected_count(self._neurons, config.intermediate)
         self._buffers = [_allocate(config.hidden, config.intermediate, count) for _ in range(LAYERS_BEGUN)]
@@ -104,6 +114,7 @@ class BundleRefiner:
             buffers.x[:], buffers.gate_up[:] = x, y
         elif self._neurons:
             buffers = self._found(layer, x)
+            self._others.fill(x, self._bases[layer], buffers.neurons, buffers.addresses)
             scale = self._scales[layer]
             add_bundles(y, buffers.x, buffers.gate_up, buffers.neurons, buffers.addresses, scale, self._sums)
 
@@ -114,6 +125,11 @@ class BundleRefiner:
         nothing for ``gate_up``.
         """
         return self._channels.foresee(layer, set_index, x)
+
+    @property
+    def substitutes(self) -> int:
+        """Channels and neurons that refined in place of absent ones so far."""
+        return self._channels.substitutes + self._others.placed
 
     def statistics(self) -> dict[str, SetStatistics]:
         """Look-ups and hits by what has records: ``qkv``, ``o`` and ``mlp``."""
@@ -147,11 +163,12 @@ def make_refiner(
     prepared: PreparedModel,
     k: int | Mapping[str, int] | None = None,
     scheme: Scheme | None = None,
+    substitutes: int = 0,
 ) -> WeightRefiner | BundleRefiner:
     """The refiner of ``scheme``, by default the one the prepared model names; arguments and errors are theirs."""
     chosen = prepared.manifest.mlp_scheme if scheme is None else scheme
     kind = BundleRefiner if chosen == "bundles" else WeightRefiner
-    return kind(source, table, prepared, k)
+    return kind(source, table, prepared, k, substitutes)
 
 
 def _allocate(hidden: int, intermediate: int, count: int) -> _Buffers:

@@ -36,6 +36,8 @@ __all__ = [
     "FAULT_TABLE",
     "absent_count",
     "ask_ahead",
+    "checked",
+    "find_present",
     "look_up",
     "raise_fault",
 ]
@@ -218,6 +220,43 @@ def ask_ahead(block: Block, table: int, oids: NDArray[np.int64], scores: NDArray
 
 
 @compiled
+def find_present(block: Block, table: int, oids: NDArray[np.int64], addresses: NDArray[np.uint64], most: int) -> int:
+    """Find the first ``most`` of ``oids`` [n] that are present, inside a step; how many there are. They are stamped as
+    by a look-up; nothing is asked for or counted.
+
+    Args:
+        block: of the attachment.
+        table: table number.
+        oids: record numbers, those that are wanted most first.
+        addresses: [n], filled with where each of those found lies, 0 for all others. They hold until the step's end.
+        most: how many are enough.
+
+    Returns:
+        How many were found, or a negative fault, see :func:`raise_fault`.
+    """
+    fault = _check(block, table, oids, oids.size, addresses.size)
+    addresses[:] = _ZERO
+    if fault < 0 or block[ab.ENABLED] == _ZERO:
+        return min(fault, 0)
+    ab.copy_clock(block)
+    directory, stamps = block[ab.TABLES + ab.TABLE_CELLS * table], block[ab.STAMPS]
+    bases, last_chunk, clock = block[ab.BASES :], block[ab.LAST_CHUNK], np.uint32(block[ab.CLOCK])
+    found = 0
+    for i in range(oids.size):
+        if found == most:
+            break
+        slot = np.uint64(load_u32(directory + np.uint64(oids[i]) * np.uint64(4))) - _ONE
+        base = bases[min(slot >> _CHUNK_LOG2, last_chunk)]
+        if ((slot >> _PAGE_LOG2) & _CHUNK_PAGES_MASK) < (base & _PAGES_MASK):
+            addresses[i] = (base & ~_PAGES_MASK) + ((slot & _CHUNK_UNITS_MASK) << _UNIT_LOG2)
+            store_u32(stamps + slot * np.uint64(4), clock)
+            found += 1
+    # SYNC: directory-entry (read). Acquire, for all of them: what entries name is read after this.
+    fence_acquire()
+    return found
+
+
+@compiled
 def absent_count(block: Block, table: int, oids: NDArray[np.int64]) -> int:
     """How many of ``oids`` (bounded before) are absent and may still come; quarantined ones never do. Also outside a
     step: nothing is read through the entries.
@@ -227,6 +266,17 @@ def absent_count(block: Block, table: int, oids: NDArray[np.int64]) -> int:
     for i in range(oids.size):
         absent += load_u32(directory + np.uint64(oids[i]) * np.uint64(4)) == np.uint32(layout.ENTRY_ABSENT)
     return absent
+
+
+def checked(found: int, block: Block, table: int, oids: NDArray[np.int64]) -> int:
+    """What a function of this module returned, if it is no fault.
+
+    Raises:
+        MisuseError: it is one.
+    """
+    if found < 0:
+        raise_fault(found, block, table, oids)
+    return found
 
 
 def raise_fault(fault: int, block: Block, table: int, oids: NDArray[np.int64]) -> None:

@@ -28,6 +28,7 @@ from strataflux.client.runtime.models import DecoderWeights, ModelConfig
 from strataflux.client.schemes import Scheme
 from strataflux.client.session import Session
 from strataflux.client.session_stats import SessionStats
+from strataflux.client.substitutes import Substituting
 from strataflux.client.throttle import Throttle
 from strataflux.client.weights import MORE, step_demand
 from strataflux.proto.messages import StoreRef
@@ -58,6 +59,7 @@ class RefinedModel:
         # fixed after construction
         self._session = session
         self._leave = session.close if leave is None else leave
+        self._refiner = refiner
         self._switch = _Switch(refiner)
         self._ahead = ahead
         self._decoder = Decoder(weights, context, self._switch, kv, shift, ahead)
@@ -82,6 +84,7 @@ class RefinedModel:
         miss: MissPolicy = Skip(),  # noqa: B008 (immutable)
         kv: KvOptions | None = None,
         ahead: float = 0.0,
+        substitutes: int = 0,
     ) -> "RefinedModel":
         """Attach to the daemon that serves the store of ``prepared``.
 
@@ -96,10 +99,11 @@ class RefinedModel:
             miss: what to do about absent records.
             kv: a KV cache in low bits; None keeps it exact.
             ahead: how many blocks before a layer what it will probably select is asked for; 0 for never.
+            substitutes: channels per 1,024 beyond ``k``, of which those present refine in place of absent ones.
 
         Raises:
-            MisuseError: ``k`` or ``ahead`` is out of range, or there is no such KV format, shift, or scheme in the
-                store.
+            MisuseError: ``k``, ``ahead`` or ``substitutes`` is out of range, or there is no such KV format, shift, or
+                scheme in the store.
             DaemonUnavailableError: nobody answers. RefusedError: the daemon does not serve this store, or said no.
         """
         session = RefinedSession.attach(
@@ -113,6 +117,7 @@ class RefinedModel:
             miss=miss,
             kv=kv,
             ahead=ahead,
+            substitutes=substitutes,
         )
         try:
             return session.open(context, alone=True)
@@ -153,6 +158,11 @@ class RefinedModel:
             MisuseError: as :meth:`Decoder.reset`.
         """
         self._decoder.reset(position)
+
+    @property
+    def substitutes(self) -> int:
+        """Channels that refined in place of absent ones so far, over all sequences of the session."""
+        return self._refiner.substitutes if isinstance(self._refiner, Substituting) else 0
 
     def stats(self) -> SessionStats:
         """Counts and state of the session."""
@@ -206,8 +216,11 @@ class RefinedSession:
         shift: Mapping[str, float] | None,
         cache: Callable[[int], RefinedKVCache] | None,
         ahead: float = 0.0,
+        renews: bool = False,
     ) -> None:
-        """Use :meth:`attach`. ``cache`` makes the KV cache of a sequence of so many positions; None: an exact one."""
+        """Use :meth:`attach`. ``cache`` makes the KV cache of a sequence of so many positions; None: an exact one.
+        ``renews``: steps let go of slots every few layers though nothing is asked for ahead.
+        """
         # fixed after construction
         self._session = session
         self._weights = weights
@@ -215,6 +228,7 @@ class RefinedSession:
         self._cache = cache
         self._shift = shift
         self._blocks_ahead = ahead
+        self._renews = renews
         self._throttles = (Throttle(), Throttle())
 
     @classmethod
@@ -232,6 +246,7 @@ class RefinedSession:
         miss: MissPolicy = Skip(),  # noqa: B008 (immutable)
         kv: KvOptions | None = None,
         ahead: float = 0.0,
+        substitutes: int = 0,
     ) -> "RefinedSession":
         """As :meth:`RefinedModel.attach`, for up to ``sequences`` sequences of ``context`` positions at once."""
         demands = [] if prepared is None else [step_demand(prepared, k, shift, scheme)]
@@ -251,12 +266,12 @@ class RefinedSession:
         try:
             sections = None if prepared is None else lambda: open_store(prepared.store).sections
             describe_tables(session, sections, weights.config.layers, weights.config.kv_heads)
-            refiner = None if prepared is None else make_refiner(session, 0, prepared, k, scheme)
+            refiner = None if prepared is None else make_refiner(session, 0, prepared, k, scheme, substitutes)
             seconds = miss.deadline_seconds if isinstance(miss, Wait) else 0.0
             cache = None if kv is None else _cache_maker(session, weights.config, blocks, kv, seconds)
             if shift is None and prepared is not None:
                 shift = prepared.manifest.shift
-            return cls(session, weights, refiner, shift, cache, ahead)
+            return cls(session, weights, refiner, shift, cache, ahead, bool(substitutes))
         except BaseException:
             session.close()
             raise
@@ -270,7 +285,7 @@ class RefinedSession:
         kv = None if self._cache is None else self._cache(context)
         give_back: Callable[[], object] = (lambda: None) if kv is None else kv.close
         leave = self.close if alone else give_back
-        ahead = self._read_ahead(kv) if self._blocks_ahead else None
+        ahead = self._read_ahead(kv) if self._blocks_ahead or self._renews else None
         return RefinedModel(self._session, self._weights, context, self._refiner, kv, self._shift, leave, ahead)
 
     def _read_ahead(self, cache: RefinedKVCache | None) -> ReadAhead:

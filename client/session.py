@@ -203,11 +203,16 @@ class Session:
         """
         self._require_step()
         asked = self._prefetches.ask(self._block, table, oids, scores, most)
-        if asked < 0:
-            directory.raise_fault(asked, self._block, table, oids)
+        directory.checked(asked, self._block, table, oids)
         if asked:  # within steps the daemon naps for longer than a read may take
             self._attachment.ring_doorbell()
         return asked
+
+    def present(self, table: int, oids: _Ids, addresses: _Addresses, most: int) -> int:
+        """As :meth:`lookup`, but find only the first ``most`` that are present, and ask for nothing. No look-ups."""
+        self._require_step()
+        found = directory.find_present(self._block, table, oids, addresses, most)
+        return directory.checked(found, self._block, table, oids)
 
     def renew(self) -> None:
         """Let go, within a long step, of what was found: addresses are void, slots that were evicted meanwhile are
@@ -220,9 +225,7 @@ class Session:
         self._pause(lambda: None)
 
     def absent(self, table: int, oids: NDArray[np.int64]) -> int:
-        """How many of ``oids`` (int64 [n], bounded by the caller) are not resident but may come. Asks for nothing;
-        between steps, too. For measuring: a decode loop looks up instead.
-        """
+        """How many of ``oids`` (bounded by the caller) are absent but may come; between steps, too. To measure."""
         return directory.absent_count(self._block, table, oids)
 
     @property
@@ -301,9 +304,7 @@ class Session:
     def _look_up(self, table: int, oids: _Ids, scores: _Scores, addresses: _Addresses, *, again: bool) -> int:
         self._require_step()
         hits = directory.look_up(self._block, table, oids, scores, addresses, again)
-        if hits < 0:
-            directory.raise_fault(hits, self._block, table, oids)
-        return hits
+        return directory.checked(hits, self._block, table, oids)
 
     def _require_step(self) -> None:
         if not self._inside:

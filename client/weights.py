@@ -17,6 +17,7 @@ from strataflux.client.errors import MisuseError
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.runtime.models import SETS, ModelConfig
 from strataflux.client.schemes import BUNDLES, Scheme, budgets_by_set, require_scheme, section_of
+from strataflux.client.substitutes import PresentSource, Substitutes
 from strataflux.kernels.refine import record_bytes, refine_addresses
 from strataflux.kernels.select import select_channels
 from strataflux.kernels.topk import selected_count
@@ -58,7 +59,7 @@ class RecordSource(Protocol):
         """
 
 
-class AskedSource(RecordSource, Protocol):
+class AskedSource(RecordSource, PresentSource, Protocol):
     """A source whose look-ups also come in two halves, with time between them for records to come."""
 
     def ask(self, table: int, oids: NDArray[np.int64], scores: NDArray[np.uint8], addresses: NDArray[np.uint64]) -> int:
@@ -115,7 +116,12 @@ class WeightRefiner:
     """
 
     def __init__(
-        self, source: AskedSource, table: int, prepared: PreparedModel, k: int | Mapping[str, int] | None = None
+        self,
+        source: AskedSource,
+        table: int,
+        prepared: PreparedModel,
+        k: int | Mapping[str, int] | None = None,
+        substitutes: int = 0,
     ) -> None:
         """Read the refinement scales and allocate every buffer.
 
@@ -124,9 +130,10 @@ class WeightRefiner:
             table: the number under which ``source`` knows the store of ``prepared``.
             prepared: the model.
             k: channels per 1,024 for all projection sets or for each; None takes the prepared model's.
+            substitutes: channels per 1,024 beyond ``k``, of which those present refine in place of absent ones.
 
         Raises:
-            MisuseError: a budget is outside 0…1,024 or for an unknown set.
+            MisuseError: a budget is outside 0…1,024 or for an unknown set, or ``substitutes`` is.
         """
         config = prepared.config
         # fixed after construction
@@ -144,6 +151,10 @@ class WeightRefiner:
         ]
         self._buffers = [
             [_allocate(config, name, budget) for _ in range(LAYERS_BEGUN)]
+            for name, budget in zip(SETS, self._budgets, strict=True)
+        ]
+        self._others = [
+            Substitutes(source, table, budget, substitutes, config.set_shape(name)[1])
             for name, budget in zip(SETS, self._budgets, strict=True)
         ]
         self._guessed = [min(1024, ceil(MORE * budget)) for budget in self._budgets]
@@ -177,6 +188,7 @@ class WeightRefiner:
             self._select(buffers, layer, set_index, x)
             hits = self._source.lookup(self._table, buffers.oids, buffers.scores, buffers.addresses)
             self._count(set_index, buffers.oids.size, hits)
+        self._others[set_index].fill(x, self._bases[SETS[set_index]][layer], buffers.indices, buffers.addresses)
         scale = self._scales[layer][SETS[set_index]]
         refine_addresses(y, x, buffers.indices, buffers.addresses, scale, buffers.sums)
 
@@ -198,6 +210,11 @@ class WeightRefiner:
     def _count(self, set_index: int, lookups: int, hits: int) -> None:
         self._lookups[set_index] += lookups
         self._hits[set_index] += hits
+
+    @property
+    def substitutes(self) -> int:
+        """Channels that refined in place of absent ones so far."""
+        return sum(others.placed for others in self._others)
 
     def statistics(self) -> dict[str, SetStatistics]:
         """Look-ups and hits by projection set."""

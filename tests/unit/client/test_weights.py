@@ -42,6 +42,14 @@ class InMemory:
     ask = lookup
     collect = lookup
 
+    def present(self, table: int, oids: NDArray[np.int64], addresses: NDArray[np.uint64], most: int) -> int:
+        resident = [oid not in self.absent for oid in oids.tolist()]
+        kept = np.array(resident, bool) & (np.cumsum(resident) <= most)
+        InMemory.lookup(self, table, oids, np.zeros(oids.size, np.uint8), addresses)
+        self.asked.pop()
+        addresses[~kept] = 0
+        return int(kept.sum())
+
 
 @pytest.fixture
 def prepared(tmp_path: Path, tiny_source: Any) -> PreparedModel:
