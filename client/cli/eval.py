@@ -44,7 +44,12 @@ from strataflux.client.cli.options import (
     spoken_refinement,
 )
 from strataflux.client.cli.output import Output, progress
-from strataflux.client.cli.read_ahead import ReadAheadOption, spoken_prefetches
+from strataflux.client.cli.read_ahead import (
+    ReadAheadOption,
+    SubstitutesOption,
+    spoken_prefetches,
+    spoken_substitutes,
+)
 from strataflux.client.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -56,6 +61,8 @@ __all__ = ["register"]
 
 _Given = dict[str, object]
 """Options by name, as they were given."""
+_Asked = tuple[int | None, MissPolicy, float, int]
+"""Channels per 1,024, what to do about misses, blocks of reading ahead, and substitutes."""
 
 _DEFAULT_CACHE = "25%"
 _KV_CACHE = "10%"
@@ -95,6 +102,7 @@ def _command(
     device: Annotated[str, typer.Option(help="Where --dense, or --kv METHOD, runs: cpu or cuda.")] = "cpu",
     miss: MissOption = "skip",
     read_ahead: ReadAheadOption = 0.0,
+    substitutes: SubstitutesOption = 0,
     weight_cache: WeightCacheOption = None,
     kv: KvOption = None,
     refine_kv: RefineKvOption = "4/4",
@@ -129,6 +137,7 @@ def _command(
     """
     output = Output(as_json)
     unfit: _Given = {"--tokens": tokens, "--k": k, "--dense": dense, "--weight-cache": weight_cache}
+    unfit["--substitutes"] = substitutes or None
     if kv is not None and is_method(kv):
         fitted = (text, reference, calibration, calibration_tokens)
         asked = MethodCommand(folder, kv, *fitted, context or _METHOD_CONTEXT, windows, sequential, device)
@@ -141,11 +150,9 @@ def _command(
         _refuse_together("--kv", unfit | {"--reference": reference})
         rest = (parse_starts(starts), parse_miss(miss), kv_oracle, kv_cache or _KV_CACHE, runtime_dir, read_ahead)
         _low_bit_kv(output, KvCommand(folder, text, options, context or _KV_CONTEXT, windows, *rest), kv_cache)
-    elif dense:
-        _dense(output, _Model.open(folder, reference), (text, tokens or _DENSE_TOKENS, windows), k, device)
     else:
-        model, scored = _Model.open(folder, reference), (text, tokens or _TOKENS, windows)
-        _refined(output, model, scored, (k, parse_miss(miss), read_ahead), weight_cache, runtime_dir)
+        how, scored = (k, parse_miss(miss), read_ahead, substitutes), (text, tokens, windows, device if dense else None)
+        _weights(output, _Model.open(folder, reference), scored, how, (weight_cache, runtime_dir))
 
 
 def _by_method(
@@ -176,22 +183,49 @@ def _low_bit_kv(output: Output, command: KvCommand, kv_cache: str | None) -> Non
     run_eval_kv(output, command)
 
 
+def _weights(
+    output: Output,
+    model: "_Model",
+    scored: tuple[Path | None, int | None, int, str | None],
+    asked: _Asked,
+    through: tuple[str | None, Path | None],
+) -> None:
+    """Score weights, on a device whole windows at once if one is named."""
+    text, tokens, windows, dense_device = scored
+    if dense_device is None:
+        _refined(output, model, (text, tokens or _TOKENS, windows), asked, *through)
+    else:
+        k, *_, substitutes = asked
+        _refuse_together("--dense", {"--substitutes": substitutes or None})
+        _dense(output, model, (text, tokens or _DENSE_TOKENS, windows), k, dense_device)
+
+
 def _refined(
     output: Output,
     model: "_Model",
     scored: tuple[Path | None, int, int],
-    asked: tuple[int | None, MissPolicy, float],
+    asked: _Asked,
     weight_cache: str | None,
     runtime_dir: Path | None,
 ) -> None:
     if runtime_dir is not None:
         _refuse_together("--runtime-dir", {"--weight-cache": weight_cache})
-    (k, policy, ahead), manifest, cache_bytes = asked, model.prepared.manifest, model.cache_bytes(weight_cache)
+    (k, policy, ahead, substitutes), manifest, cache_bytes = (
+        asked,
+        model.prepared.manifest,
+        model.cache_bytes(weight_cache),
+    )
     found = _through_daemon(model, _windows(model.prepared, *scored), asked, cache_bytes, runtime_dir)
     settings = {"tokens": scored[1], "windows": scored[2], **refined_by(manifest, k), "miss": str(policy)}
-    settings |= {"read_ahead": ahead, "prefetches": found.session.weight_prefetches.to_json()}
+    settings |= {
+        "substitutes": substitutes,
+        "read_ahead": ahead,
+        "prefetches": found.session.weight_prefetches.to_json(),
+    }
     if ahead:
         output.print(spoken_prefetches(found.session.weight_prefetches))
+    if substitutes:
+        output.print(spoken_substitutes(found.refined.weight_substitute_rate))
     _show(output, found, settings, spoken_refinement(manifest, k))
 
 
@@ -223,7 +257,7 @@ class _Model:
 def _through_daemon(
     model: _Model,
     windows: list[list[int]],
-    asked: tuple[int | None, MissPolicy, float],
+    asked: _Asked,
     cache_bytes: int,
     runtime_dir: Path | None,
 ) -> "Evaluation":
@@ -239,8 +273,18 @@ def _through_daemon(
             with progress("starting a daemon (its first start compiles)"):
                 runtime_dir = stack.enter_context(daemon).runtime_dir
         with progress("scoring tokens", sum(len(window) - 1 for window in windows)) as advance:
-            k, miss, ahead = asked
-            return evaluate(prepared, exact, windows, runtime_dir, k=k, miss=miss, on_token=advance, ahead=ahead)
+            k, miss, ahead, substitutes = asked
+            return evaluate(
+                prepared,
+                exact,
+                windows,
+                runtime_dir,
+                k=k,
+                miss=miss,
+                on_token=advance,
+                ahead=ahead,
+                substitutes=substitutes,
+            )
 
 
 def _refuse_together(option: str, others: Mapping[str, object]) -> None:

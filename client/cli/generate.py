@@ -27,7 +27,7 @@ from strataflux.client.cli.options import (
     refined_by,
 )
 from strataflux.client.cli.output import Output, print_note, progress
-from strataflux.client.cli.read_ahead import ReadAheadOption
+from strataflux.client.cli.read_ahead import ReadAheadOption, SubstitutesOption
 from strataflux.client.errors import DaemonUnavailableError, MisuseError, RefusedError
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def _command(
     k: ChannelsOption = None,
     miss: MissOption = "skip",
     read_ahead: ReadAheadOption = 0.0,
+    substitutes: SubstitutesOption = 0,
     runtime_dir: RuntimeDirOption = None,
     require_daemon: Annotated[
         bool, typer.Option("--require-daemon", help="Fail when no daemon serves this model, not go on unrefined.")
@@ -90,14 +91,24 @@ def _command(
     prepared = open_prepared(folder)
     text = _Text(prepared.tokenizer(), prompt, max_tokens, prepared.config.context, as_json)
     if device == "cuda":
-        if not isinstance(policy, Skip):
-            raise MisuseError("--miss", miss, "skip", "a captured step waits for nothing; use --device cpu")
-        if read_ahead:
-            raise MisuseError("--read-ahead", f"{read_ahead:g}", "0", "captured steps ask by misses; use --device cpu")
+        _require_captured(miss, policy, read_ahead, substitutes)
         said = _on_cuda(prepared, text, sampling, k, platform, runtime_dir, require_daemon, cache, hot_tier)
     else:
-        said = _on_cpu(prepared, text, sampling, k, (policy, read_ahead), runtime_dir, require_daemon, cache)
+        said = _on_cpu(
+            prepared, text, sampling, k, (policy, read_ahead, substitutes), runtime_dir, require_daemon, cache
+        )
     output.result(said | refined_by(prepared.manifest, k))
+
+
+def _require_captured(miss: str, policy: "MissPolicy", read_ahead: float, substitutes: int) -> None:
+    """Refuse what a captured step does not do."""
+    for option, found, only, refused, why in (
+        ("--miss", miss, "skip", not isinstance(policy, Skip), "a captured step waits for nothing"),
+        ("--read-ahead", f"{read_ahead:g}", "0", bool(read_ahead), "captured steps ask by misses"),
+        ("--substitutes", f"{substitutes}", "0", bool(substitutes), "captured steps refine what they selected"),
+    ):
+        if refused:
+            raise MisuseError(option, found, only, f"{why}; use --device cpu")
 
 
 class _Text:
@@ -145,7 +156,7 @@ def _on_cpu(
     text: _Text,
     sampling: "Sampling",
     k: int | None,
-    policy: "tuple[MissPolicy, float]",
+    policy: "tuple[MissPolicy, float, int]",
     runtime_dir: "Path | None",
     required: bool,
     kv: "KvOptions | None",
@@ -190,16 +201,24 @@ def _attach(
     context: int,
     runtime_dir: "Path | None",
     k: int | None,
-    policy: "tuple[MissPolicy, float]",
+    policy: "tuple[MissPolicy, float, int]",
     required: bool,
     kv: "KvOptions | None",
 ) -> "RefinedModel | None":
     from strataflux.client.refined import RefinedModel
 
-    miss, ahead = policy
+    miss, ahead, substitutes = policy
     try:
         return RefinedModel.attach(
-            prepared, weights, context=context, runtime_dir=runtime_dir, k=k, miss=miss, kv=kv, ahead=ahead
+            prepared,
+            weights,
+            context=context,
+            runtime_dir=runtime_dir,
+            k=k,
+            miss=miss,
+            kv=kv,
+            ahead=ahead,
+            substitutes=substitutes,
         )
     except (DaemonUnavailableError, RefusedError) as error:
         if required:

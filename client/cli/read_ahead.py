@@ -1,4 +1,4 @@
-"""The option about running ahead of misses, and how what came of it is said."""
+"""The options about misses of weights beside ``--miss``: running ahead of them and standing in for them."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,7 +7,7 @@ import typer
 if TYPE_CHECKING:
     from strataflux.client.prefetches import PrefetchCounts
 
-__all__ = ["ReadAheadOption", "spoken_prefetches"]
+__all__ = ["ReadAheadOption", "SubstitutesOption", "spoken_prefetches", "spoken_substitutes"]
 
 ReadAheadOption = Annotated[
     float,
@@ -16,9 +16,23 @@ ReadAheadOption = Annotated[
         help="Blocks before a layer at which what it will probably select is asked for: 0.5, 1, 1.5 or 2; 0: never.",
     ),
 ]
+SubstitutesOption = Annotated[
+    int,
+    typer.Option(
+        "--substitutes",
+        min=0,
+        max=1024,
+        help="Channels per 1,024 beyond --k, the next largest: those present refine in place of absent ones.",
+    ),
+]
 
 
 def spoken_prefetches(counts: "PrefetchCounts") -> str:
     """On one line, for a person."""
     useful = "none known yet to be used" if counts.useful is None else f"{counts.useful:.0%} of those known were used"
     return f"{counts.asked} records asked for ahead, {counts.fills} read; {useful}"
+
+
+def spoken_substitutes(rate: float | None) -> str:
+    """On one line, for a person; ``rate`` of all channels that were looked up."""
+    return f"{rate or 0:.1%} of the channels looked up were absent and had a substitute"

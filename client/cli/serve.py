@@ -22,8 +22,9 @@ from strataflux.client.cli.options import (
     parse_miss,
 )
 from strataflux.client.cli.output import Output, print_note, progress
-from strataflux.client.cli.read_ahead import ReadAheadOption
+from strataflux.client.cli.read_ahead import ReadAheadOption, SubstitutesOption
 from strataflux.client.errors import InputError, MisuseError
+from strataflux.proto.extras import install_command
 
 if TYPE_CHECKING:
     from strataflux.client.prepare.prepared import PreparedModel
@@ -76,6 +77,7 @@ def _command(
     k: ChannelsOption = None,
     miss: MissOption = "skip",
     read_ahead: ReadAheadOption = 0.0,
+    substitutes: SubstitutesOption = 0,
     kv: KvOption = None,
     refine_kv: RefineKvOption = "4/4",
     group: GroupOption = 4,
@@ -99,7 +101,9 @@ def _command(
     policy, key = parse_miss(miss), _read_key(api_key_file)
     prepared = open_prepared(folder)
     positions = _positions(prepared, context)
-    model_options = ModelOptions(positions, sequences, runtime_dir, k, policy, options, require_daemon, read_ahead)
+    model_options = ModelOptions(
+        positions, sequences, runtime_dir, k, policy, options, require_daemon, read_ahead, substitutes
+    )
     settings = _Settings(host, port, key, name or folder.resolve().name, queue, refine_prompt)
     _serve(Output(as_json), prepared, settings, model_options, _renderer(prepared, chat_template))
 
@@ -167,8 +171,7 @@ def _require_extra() -> None:
     from importlib.util import find_spec
 
     if missing := sorted(module for module in _EXTRA if find_spec(module) is None):
-        remedy = "pip install 'strataflux[serve]'"
-        raise MisuseError("strataflux serve", f"no {', '.join(missing)}", "the extra serve", remedy)
+        raise MisuseError("strataflux serve", f"no {', '.join(missing)}", "the extra serve", install_command("serve"))
 
 
 def _read_key(path: Path | None) -> str | None:

@@ -38,6 +38,7 @@ def evaluate(
     on_token: Callable[[], object],
     ahead: float = 0.0,
     shift: Mapping[str, float] | None = None,
+    substitutes: int = 0,
 ) -> Evaluation:
     """Score every window with the reference, the base, and refined; each window is a sequence of its own.
 
@@ -51,6 +52,7 @@ def evaluate(
         on_token: called after each refined token.
         ahead: how many blocks before a layer what it will probably select is asked for; 0 for never.
         shift: blocks of fetch lead or lag of each projection set; None takes the prepared model's.
+        substitutes: channels per 1,024 beyond ``k``, of which those present refine in place of absent ones.
 
     Raises:
         MisuseError: the reference is of other dimensions than the prepared model.
@@ -62,7 +64,15 @@ def evaluate(
     scores: dict[str, list[Score]] = {"reference": [], "base": [], "refined": []}
     context = max(len(window) for window in windows)
     attached = RefinedModel.attach(
-        prepared, weights, context=context, runtime_dir=runtime_dir, k=k, miss=miss, ahead=ahead, shift=shift
+        prepared,
+        weights,
+        context=context,
+        runtime_dir=runtime_dir,
+        k=k,
+        miss=miss,
+        ahead=ahead,
+        shift=shift,
+        substitutes=substitutes,
     )
     with attached as model, Control(runtime_dir) as control:
         before = control.stats().reads.bytes
@@ -93,6 +103,7 @@ def refined_row(result: Score, model: RefinedModel, bytes_read: int, *, compared
         compared,
         tokens_per_second=model.steps / model.seconds,
         weight_hit_rate=hits / lookups if lookups else 0.0,
+        weight_substitute_rate=model.substitutes / lookups if lookups else 0.0,
         bytes_read=bytes_read,
         kv_hit_rate=None if model.kv is None else stats.kv_hits / max(1, model.kv.statistics().lookups),
     )
