@@ -23,18 +23,19 @@ import triton.language as tl
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from gpu_records import bundle_kernels, refine_kernels, select_kernels
+from gpu_records import bundle_kernels, layer_kernels, refine_kernels, select_kernels
 from gpu_side import HostRange
 from gpu_timing import SHAPES, Rows, relative_error
 
 from strataflux.client.bench.replays import microseconds
-from strataflux.kernels import cuda_build, lowbit_gemv
+from strataflux.kernels import cuda_build, lowbit_gemv, lowbit_gemv_stream
 from strataflux.kernels.gpu.host_memory import device_attribute
-from strataflux.kernels.lowbit_gemv import STRIP, LowbitWeights, Plan, default_plan, gemv, gemv_reference
+from strataflux.kernels.lowbit_gemv import STRIP, LowbitWeights, Plan, StreamPlan, default_plan, gemv, gemv_reference
 
 LAYERS = 32
 VARIANTS = {"4-bit": (4, 128), "3-bit": (3, 128), "codebook 4": (4, 0), "codebook 3": (3, 0), "codebook 2": (2, 0)}
 PLANS = [Plan(t, w, d) for t in (1, 2) for w in (4, 8, 16) for d in (1, 2, 4) if t * d < 8]
+STREAMS = [StreamPlan(*p) for p in ((8, 3), (8, 4), (8, 6), (8, 3, 2), (4, 4, 2), (4, 6, 2), (16, 2))]
 CHECKED = [Plan(1, 8, 2), Plan(2, 4, 1)]
 CHECKED_KINDS = [*VARIANTS.values(), (2, 64), (3, 64), (4, 64)]
 
@@ -141,23 +142,35 @@ def ceilings(rows: Rows) -> None:
 # --- low-bit products -------------------------------------------------------------------------------------------------
 
 
+def instance(weights: LowbitWeights, plan: Plan | StreamPlan, batch: int, *, add: bool = False) -> tuple[Path, str]:
+    """Source and name of what a product runs."""
+    if isinstance(plan, StreamPlan):
+        source = Path(lowbit_gemv_stream.__file__).with_suffix(".cu")
+        return source, lowbit_gemv_stream.stream_instance(weights, plan, add=add)
+    return Path(lowbit_gemv.__file__).with_suffix(".cu"), lowbit_gemv.instance_name(weights, plan, batch, add=add)
+
+
 def build(rows: Rows) -> None:
     """Compile every instance that the checks and the sweep run, many at a time."""
     started = time.monotonic()
-    names = set()
+    wanted = set()
     for bits, group in CHECKED_KINDS:
         weights = random_weights(32, 256, bits, group)
-        names |= {lowbit_gemv.instance_name(weights, plan, 1, add=False) for plan in PLANS if group != 64}
+        wanted |= {instance(weights, plan, 1) for plan in plans_of(group) if group != 64}
         for outputs, inputs in SHAPES.values() if group != 64 else ():
             tiles, strips = outputs // 16, inputs // STRIP
             shaped = weights._replace(words=weights.words[:1, :1].expand(tiles, strips, -1, -1, -1))
-            names |= {lowbit_gemv.instance_name(weights, default_plan(shaped), b, add=False) for b in (1, 16)}
+            wanted |= {instance(weights, default_plan(shaped, batch), batch) for batch in (1, 16)}
         for plan, batch, add in itertools.product(CHECKED, (1, 16), (False, True)):
-            names.add(lowbit_gemv.instance_name(weights, plan, batch, add=add))
-    source = Path(lowbit_gemv.__file__).with_suffix(".cu")
+            wanted.add(instance(weights, plan, batch, add=add))
     with ThreadPoolExecutor(14) as pool:
-        list(pool.map(lambda name: cuda_build.compile_instance(source, name, "sm_90"), sorted(names)))
-    rows.add("gemv", "compiled", instances=len(names), seconds=time.monotonic() - started)
+        list(pool.map(lambda one: cuda_build.compile_instance(*one, "sm_90"), sorted(wanted)))
+    rows.add("gemv", "compiled", instances=len(wanted), seconds=time.monotonic() - started)
+
+
+def plans_of(group: int) -> list[Plan | StreamPlan]:
+    """What the sweep tries for one input."""
+    return [*PLANS, *STREAMS] if group else [*PLANS]
 
 
 def gemv_correct(rows: Rows) -> None:
@@ -168,9 +181,9 @@ def gemv_correct(rows: Rows) -> None:
         weights = random_weights(outputs, inputs, bits, group)
         x = torch.randn(batch, inputs, device="cuda").half()
         expected = gemv_reference(weights, x)
-        plans = [*CHECKED, CHECKED[0]._replace(early=False), default_plan(weights)]
+        plans = [*CHECKED, CHECKED[0]._replace(early=False), default_plan(weights, batch)]
         if batch == 1 and group != 64:
-            plans += PLANS
+            plans += [plan for plan in plans_of(group) if plan.warps <= -(-inputs // STRIP)]
         for plan in plans:
             y = torch.full((batch, outputs), torch.nan, device="cuda")
             gemv(weights, x, y, plan=plan, path="cuda")
@@ -208,8 +221,8 @@ def gemv_sweep(rows: Rows) -> None:
             x = torch.randn(1, inputs, device="cuda").half()
             y = torch.empty(1, outputs, device="cuda")
             times = {}
-            for plan in PLANS:
-                if plan.depth > 1 and plan.warps * (plan.depth - 1) >= inputs // STRIP:
+            for plan in plans_of(group):
+                if isinstance(plan, Plan) and plan.depth > 1 and plan.warps * (plan.depth - 1) >= inputs // STRIP:
                     continue
                 body = lambda p=plan: [gemv(w, x, y, plan=p, path="cuda") for w in weights]
                 times[plan] = microseconds(body, replays=7) / len(weights)
@@ -219,9 +232,13 @@ def gemv_sweep(rows: Rows) -> None:
             rows.add(
                 "gemv sweep", f"{variant} {name}", microseconds=times[fast[0]], without_early_start=without,
                 terabytes_per_second=weights[0].bytes / times[fast[0]] / 1e6,
-                plans=[(tuple(plan)[:3], round(times[plan], 2)) for plan in fast[:6]], slowest=times[fast[-1]],
+                plans=[(_short_name(plan), round(times[plan], 2)) for plan in fast[:8]], slowest=times[fast[-1]],
                 default=round(times[default_plan(weights[0])], 2),
             )  # fmt: skip
+
+
+def _short_name(plan: Plan | StreamPlan) -> str:
+    return f"{'stream ' if isinstance(plan, StreamPlan) else ''}{tuple(plan)[:3]}"
 
 
 def stack(rows: Rows) -> None:
@@ -288,6 +305,7 @@ def main() -> None:
         "build": lambda: build(rows),
         "stack": lambda: stack(rows),
         "refine": lambda: refine_kernels(rows),
+        "layer": lambda: layer_kernels(rows),
         "bundle": lambda: bundle_kernels(rows),
         "select": lambda: select_kernels(rows),
         "gemv": lambda: gemv_correct(rows),

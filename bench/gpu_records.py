@@ -6,16 +6,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_side import BenchSide
+from gpu_side import BenchSide, HostRange
 from gpu_timing import SHAPES, Rows, relative_error
 from numpy.typing import NDArray
 from torch import Tensor
 
 from strataflux.client.bench.replays import microseconds
+from strataflux.client.runtime.cuda.random_model import random_lowbit
 from strataflux.kernels.gpu.bundle import bundle_reference, bundle_scratch, record_bytes, refine_bundles
+from strataflux.kernels.gpu.errands import Add, Errands, Fetch
+from strataflux.kernels.gpu.fetch import PIECE_BYTES, Staging
 from strataflux.kernels.gpu.refine import RefinePlan, refine
 from strataflux.kernels.gpu.select import Selection, score_thresholds, select_and_look_up
 from strataflux.kernels.gpu.step import begin_step, end_step
+from strataflux.kernels.lowbit_gemv import StreamPlan, gemv
 from strataflux.kernels.select import select_reference
 from strataflux.proto import layout
 
@@ -166,3 +170,58 @@ def _bundles(rows: Rows, side: BenchSide) -> None:
         times[plan] = (round(took, 2), round(count * size / took / 1e3, 2))
     order = sorted(times, key=lambda plan: times[plan])
     rows.add("bundle", f"k {k}", bytes=count * size, worst_error=worst, best=[(p, *times[p]) for p in order[:4]])
+
+
+def layer_kernels(rows: Rows) -> None:
+    """What a step refines of a layer of Llama-3.1-8B, all four sets at k 16: fetched in one launch and added in the
+    next, by errands of two small products; right, and the rate of it all.
+    """
+    count, k, device = 8, 16, torch.device("cuda")
+    random = np.random.default_rng(4)
+    weights = random_lowbit(32, 2048, 4, 128, device)
+    small, out = torch.randn(1, 2048, device=device).half(), torch.zeros(1, 32, device=device)
+    with HostRange("layer", 1 << 30) as memory:
+        raw = memory.array(ctypes.c_uint64, memory.size // 8)
+        raw[:] = np.tile(random.integers(0, 1 << 63, 1 << 20), raw.size >> 20)
+        layers = [[_Staged(shape, k, memory, random) for shape in SHAPES.values()] for _ in range(count)]
+        fetches = [Errands([Fetch(one.staging, 0, one.staging.pieces) for one in layer]) for layer in layers]
+        adds = [Errands([Add(one.x, one.staging, one.scale, one.y) for one in layer]) for layer in layers]
+
+        def run(lists: list[list[Errands]]) -> None:
+            for together in zip(*lists, strict=True):
+                for errands in together:
+                    gemv(weights, small, out, plan=StreamPlan(8, 1), errands=errands)
+
+        run([fetches, adds])
+        torch.cuda.synchronize()
+        worst = max(one.error(memory) for layer in layers for one in layer)
+        moved = sum(one.staging.pieces * PIECE_BYTES for one in layers[0])
+        alone = microseconds(lambda: [gemv(weights, small, out, plan=StreamPlan(8, 1)) for _ in layers]) / count
+        for name, lists in {"fetch": [fetches], "fetch and add": [fetches, adds]}.items():
+            took = microseconds(lambda lists=lists: run(lists)) / count  # type: ignore[misc]
+            rows.add("layer", name, bytes=moved, microseconds=took, gigabytes_per_second=moved / took / 1e3,
+                     worst_error=worst, product_alone=alone)  # fmt: skip
+
+
+class _Staged:
+    """One set's records, selected at random from anywhere in ``memory``, and what they are added to."""
+
+    def __init__(self, shape: tuple[int, int], k: int, memory: HostRange, random: np.random.Generator) -> None:
+        outputs, inputs = shape
+        device, slot = torch.device("cuda"), layout.slot_bytes(outputs // 2)
+        self.staging = Staging(k, inputs, outputs // 2, device)
+        count = self.staging.selection.channels.numel()
+        self._offsets = random.permutation(memory.size // slot)[:count] * slot
+        self.staging.selection.addresses.copy_(torch.from_numpy(memory.seen_at + self._offsets))
+        self.staging.selection.channels.copy_(torch.randperm(inputs)[:count])
+        self.x, self.scale = torch.randn(inputs, device=device).half(), torch.rand(outputs, device=device) * 0.01
+        self.y = torch.zeros(outputs, device=device)
+
+    def error(self, memory: HostRange) -> float:
+        """Of the sums, against the definition; they were added once."""
+        size = self.y.numel() // 2
+        raw = memory.array(ctypes.c_uint8, memory.size)
+        taken = torch.from_numpy(np.stack([raw[o : o + size] for o in self._offsets])).cuda()
+        codes = torch.stack((taken & 15, taken >> 4), dim=-1).flatten(1).double() - 8
+        chosen = self.x[self.staging.selection.channels.long()].double()
+        return relative_error(self.y, self.scale.double() * (chosen @ codes))
