@@ -5,10 +5,8 @@ of the cache, its directory, its file (anonymous: nothing is left when the daemo
 FREE ── open ──► OPEN ── close ──► CLOSING ── settled (no read, write or grace holds it) ──► FREE.
 """
 
-import errno
 import mmap
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,8 @@ from numpy.typing import NDArray
 from strataflux.cache_policy import budget
 from strataflux.daemon import puts, requests
 from strataflux.daemon.errors import Refusal
+from strataflux.daemon.kv_file import KvSpace, Reserve, anonymous_file, free_bytes
+from strataflux.daemon.kv_ranges import as_ranges, listed
 from strataflux.daemon.rows import KV_KIND
 from strataflux.daemon.state import (
     BLOCK_BUFFERED,
@@ -32,7 +32,6 @@ from strataflux.daemon.state import (
     Core,
 )
 from strataflux.daemon.store import direct_alignment
-from strataflux.daemon.system import punch_hole
 from strataflux.proto import layout
 from strataflux.proto.messages import KvGeometry
 from strataflux.proto.segment import Segment, create
@@ -47,7 +46,7 @@ _FILE_ALIGNMENT = 4096
 @dataclass(frozen=True)
 class KvSettings:
     """What KV may use. ``places`` sessions share ``cache_bytes`` evenly; each file is bounded by ``file_bytes`` and
-    leaves ``free_bytes`` of its file system alone.
+    leaves ``free_bytes`` of its file system alone. ``reserve`` is what reserves space in it.
     """
 
     folder: Path
@@ -55,12 +54,14 @@ class KvSettings:
     places: int = 1
     file_bytes: int = 64 << 30
     free_bytes: int = 1 << 30
+    reserve: Reserve = os.posix_fallocate
 
 
 class KvPlace:
     """One place. All calls come from the reader thread between two runs of the loop.
 
-    Pairs: ``open`` / ``close``; ``grant`` / ``give_back`` then ``settled_blocks``.
+    Pairs: ``open`` / ``begin_close`` then ``finish_close``; ``begin_grant`` / ``finish_grant`` or ``cancel_grant``;
+    ``give_back`` until it says so, then ``are_quiet`` until it does / ``take_back``.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class KvPlace:
         self._buffers: mmap.mmap | None = None
         self._descriptors: list[int] = []
         self._free_blocks: list[int] = []
+        self._promised = 0
 
     @property
     def row(self) -> Any:
@@ -214,7 +216,7 @@ class KvPlace:
     def _open_file(self) -> tuple[int, int, int]:
         """(descriptor to read and write, buffered one, alignment): an anonymous file of this folder."""
         self.settings.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        buffered = _anonymous_file(self.settings.folder)
+        buffered = anonymous_file(self.settings.folder)
         self._descriptors = [buffered]
         try:
             direct = os.open(f"/proc/self/fd/{buffered}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
@@ -230,13 +232,22 @@ class KvPlace:
             return 0
         return (int(self.row["max_blocks"]) - len(self._free_blocks)) * int(self.row["block_stride"])
 
-    def grant(self, count: int) -> list[list[int]]:
-        """Block ids as [first, count] ranges, their disk space reserved.
+    @property
+    def promised_bytes(self) -> int:
+        """Of these, what the file system does not know of yet."""
+        return self._promised * int(self.row["block_stride"])
+
+    def begin_grant(self, count: int, promised_bytes: int) -> tuple[list[int], KvSpace]:
+        """Take block ids out, sorted; their space is to be reserved before ``finish_grant``.
+
+        Args:
+            count: how many.
+            promised_bytes: what all places have yet to reserve.
 
         Raises:
-            Refusal: not as many ids are left, or not as much disk.
+            Refusal: not as many ids are left, or not as much disk. OSError: no descriptor is left.
         """
-        stride = int(self.row["block_stride"])
+        size = count * int(self.row["block_stride"])
         if not 0 < count <= len(self._free_blocks):
             raise Refusal(
                 "quota",
@@ -245,22 +256,38 @@ class KvPlace:
                 f"at most {len(self._free_blocks)} of {int(self.row['max_blocks'])} are free",
                 "drop a sequence, or attach with more blocks",
             )
-        free = _free_bytes(self._descriptors[0])
-        if free - count * stride < self.settings.free_bytes:
+        free = free_bytes(self._descriptors[0]) - promised_bytes
+        if free - size < self.settings.free_bytes:
             raise Refusal(
                 "quota",
                 str(self.settings.folder),
                 f"{free} bytes free",
-                f"{count * stride} for {count} blocks and {self.settings.free_bytes} to spare",
+                f"{size} for {count} blocks and {self.settings.free_bytes} to spare",
                 "free disk space, or set kv.folder to a larger one",
             )
-        granted = sorted(self._free_blocks[-count:])
-        for block in granted:
-            os.posix_fallocate(self._descriptors[0], block * stride, stride)
+        blocks = sorted(self._free_blocks[-count:])
+        space = self.space(as_ranges(blocks))
         del self._free_blocks[-count:]
-        self._blocks[granted] = BLOCK_GRANTED
+        self._promised += count
+        return blocks, space
+
+    def finish_grant(self, blocks: list[int]) -> list[list[int]]:
+        """They may be put from now on; as [first, count] ranges."""
+        self._promised -= len(blocks)
+        self._blocks[blocks] = BLOCK_GRANTED
         self.row["no_space"] = 0
-        return _as_ranges(granted)
+        return as_ranges(blocks)
+
+    def cancel_grant(self, blocks: list[int]) -> None:
+        """Their space could not be reserved: the ids are free again."""
+        self._promised -= len(blocks)
+        self._free_blocks += sorted(blocks, reverse=True)
+
+    def space(self, ranges: list[list[int]]) -> KvSpace:
+        """Where blocks lie in the file, for whoever may wait for the file system. Raises OSError: no descriptor."""
+        stride = int(self.row["block_stride"])
+        parts = [(first * stride, count * stride) for first, count in ranges]
+        return KvSpace(self._descriptors[0], parts, self.settings.reserve)
 
     def give_back(self, ranges: list[list[int]]) -> bool:
         """Make blocks unreadable; False (nothing changed) while one of them is still being written.
@@ -268,7 +295,7 @@ class KvPlace:
         Raises:
             Refusal: a range that is not granted.
         """
-        blocks = _listed(ranges, int(self.row["max_blocks"]))
+        blocks = listed(ranges, int(self.row["max_blocks"]))
         states = self._blocks[blocks]
         if (states == BLOCK_NONE).any():
             raise Refusal("malformed", "kv_release", f"{ranges}"[:200], "granted blocks, each once", "mend the client")
@@ -280,17 +307,14 @@ class KvPlace:
             puts.clear_block(self._core, self.number, block)
         return True
 
-    def settled_blocks(self, ranges: list[list[int]]) -> bool:
-        """True, and the ids are free again, once nothing reads or names the blocks of ``give_back``."""
-        blocks = _listed(ranges, int(self.row["max_blocks"]))
-        if not all(puts.block_quiet(self._core, self.number, block) for block in blocks) or not self._past_grace():
-            return False
-        stride = int(self.row["block_stride"])
-        for first, count in ranges:
-            # A file system without holes keeps the space for the next grant.
-            punch_hole(self._descriptors[0], first * stride, count * stride)
-        self._free_blocks += sorted(blocks, reverse=True)
-        return True
+    def are_quiet(self, ranges: list[list[int]]) -> bool:
+        """Whether nothing reads or names the blocks of ``give_back``."""
+        blocks = listed(ranges, int(self.row["max_blocks"]))
+        return all(puts.block_quiet(self._core, self.number, block) for block in blocks) and self._past_grace()
+
+    def take_back(self, ranges: list[list[int]]) -> None:
+        """The ids of quiet blocks, whose space was given back, are free again."""
+        self._free_blocks += sorted(listed(ranges, int(self.row["max_blocks"])), reverse=True)
 
     def _past_grace(self) -> bool:
         cls = int(self._core.sections[self._section]["cls"])
@@ -346,52 +370,4 @@ class KvPlace:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self.memory, self.directory, self._descriptors = [], None, []
-        self._private, self._buffers, self._free_blocks = [], None, []
-
-
-def _anonymous_file(folder: Path) -> int:
-    """A file without a name: O_TMPFILE, or created and unlinked where the file system has none."""
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
-            raise
-    path = folder / f".kv-{secrets.token_hex(8)}"
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    path.unlink()
-    return descriptor
-
-
-def _free_bytes(descriptor: int) -> int:
-    status = os.fstatvfs(descriptor)
-    return status.f_bavail * status.f_frsize
-
-
-def _as_ranges(blocks: list[int]) -> list[list[int]]:
-    """Sorted ids as [first, count] ranges."""
-    ranges: list[list[int]] = []
-    for block in blocks:
-        if ranges and sum(ranges[-1]) == block:
-            ranges[-1][1] += 1
-        else:
-            ranges.append([block, 1])
-    return ranges
-
-
-def _listed(ranges: list[list[int]], limit: int) -> list[int]:
-    """The ids of [first, count] ranges that a client sent.
-
-    Raises:
-        Refusal: not ranges, out of bounds, or an id twice.
-    """
-    bad = Refusal("malformed", "kv_release", f"{ranges}"[:200], f"[first, count] below {limit}", "mend the client")
-    blocks: list[int] = []
-    for item in ranges:
-        if len(item) != 2 or item[1] < 1 or item[0] + item[1] > limit:
-            raise bad
-        blocks += range(item[0], item[0] + item[1])
-        if len(blocks) > limit:
-            raise bad
-    if len(set(blocks)) != len(blocks):
-        raise bad
-    return blocks
+        self._private, self._buffers, self._free_blocks, self._promised = [], None, [], 0

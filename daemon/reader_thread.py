@@ -155,7 +155,7 @@ class ReaderThread:
         Raises:
             Refusal: it has no KV, or not as many ids, as much disk or as much of its tenant's quota is left.
         """
-        return self.execute(lambda: grants.grant(self._tier, index, count))
+        return grants.grant(self.execute, self._tier, index, count)
 
     def release_blocks(self, index: int, ranges: list[list[int]]) -> Callable[[], bool]:
         """Begin to take KV blocks back. The answer says whether no step, read or write holds them any more; it is to be
@@ -164,8 +164,7 @@ class ReaderThread:
         Raises:
             Refusal: it has no KV, or the ranges are not granted blocks. The answer: the session has ended.
         """
-        release = self.execute(lambda: grants.Release(self._tier, index, ranges))
-        return lambda: self.execute(release.settled)
+        return grants.release(self.execute, self._tier, index, ranges)
 
     def set_tenants(self, tenants: Sequence[TenantConfig]) -> None:
         """These are the tenants from now on; sessions of others belong to everybody else."""

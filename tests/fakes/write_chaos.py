@@ -8,6 +8,7 @@ that is not in the file as it was put must end in quarantine, after two reads.
 
 import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strataflux.client import attach_block
-from strataflux.daemon import cache, slots
+from strataflux.daemon import cache, grants, slots
 from strataflux.daemon.kv import KvSettings
 from strataflux.daemon.rows import EVICTED_CLEAR
 from strataflux.daemon.state import BLOCK_FAILED, BLOCK_WRITTEN
@@ -39,6 +40,11 @@ CHECK_CYCLES = 50
 TORN_WRITE: Final = "torn write"
 FAULTS: Final = (TORN_WRITE, "short write", "cut write", "write EIO", LATE, OVERTAKEN)
 _KINDS: Final = (RIGHT, "interrupted", *FAULTS)  # an interruption is repeated, and no fault
+
+
+def _at_once(action: Callable[[], Any]) -> Any:
+    """The reader's loop runs in this thread, one sweep at a time."""
+    return action()
 
 
 class WriteChaos:
@@ -93,9 +99,8 @@ class WriteChaos:
 
     def _cycle(self) -> None:
         """Put four blocks, let their writes go wrong, read all of them back, give them back."""
-        assert self.place is not None
         self.cycles += 1
-        ranges = self.place.grant(layout.STAGING_BLOCKS)
+        ranges = grants.grant(_at_once, self.rig.tier, self.client.index, layout.STAGING_BLOCKS)
         blocks = [first + i for first, count in ranges for i in range(count)]
         for staging, block in enumerate(blocks):
             self._stage(staging, block)
@@ -104,8 +109,8 @@ class WriteChaos:
             self._turn()
         for block in blocks:
             self._read_back(block)
-        assert self.place.give_back(ranges)
-        while not self.place.settled_blocks(ranges):
+        settled = grants.release(_at_once, self.rig.tier, self.client.index, ranges)
+        while not settled():
             self.rig.sweep()
 
     def _stage(self, staging: int, block: int) -> None:

@@ -303,6 +303,6 @@ def test_geometries_that_cannot_be_held_are_refused(reader: ReaderThread) -> Non
 
 
 def test_a_disk_without_the_space_grants_nothing(reader: ReaderThread, kv: Kv, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_module, "_free_bytes", lambda _descriptor: 4096)
+    monkeypatch.setattr(kv_module, "free_bytes", lambda _descriptor: 4096)
     with pytest.raises(Refusal, match="bytes free"):
         reader.grant_blocks(kv.index, 1)
