@@ -4,7 +4,7 @@
     python bench/serve report FILE [--page docs/CACHING.md]
 
 Stages: base, records of 512 bytes with everything measured; big, many small records; one for each recorded trace, with
-as many records of 2 KiB as it has and RAM for a share of them. Needs `pip install 'strataflux[race]'`; a rival that is
+as many records of 2 KiB as it has and RAM for a share of them. Needs the extra `race`; a rival that is
 not there is left out, with the reason. Records are written under --folder and removed. Exit code 1 if a cell failed.
 """
 

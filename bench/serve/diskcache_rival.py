@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from serve.rival import Keys, Reader, Rival
+from strataflux.proto.extras import install_command
 
 __all__ = ["DiskCache"]
 
@@ -47,7 +48,7 @@ class DiskCache(Rival):
 
     @classmethod
     def missing(cls) -> str | None:
-        return None if importlib.util.find_spec("diskcache") else "pip install 'strataflux[race]'"
+        return None if importlib.util.find_spec("diskcache") else install_command("race")
 
     @property
     def _path(self) -> Path:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from serve.loops import touch_addresses
 from serve.rival import IN_PLACE, Keys, Reader, Rival
+from strataflux.proto.extras import install_command
 
 __all__ = ["Lmdb"]
 
@@ -110,7 +111,7 @@ class Lmdb(Rival):
     @classmethod
     def missing(cls) -> str | None:
         if importlib.util.find_spec("lmdb") is None:
-            return "pip install 'strataflux[race]'"
+            return install_command("race")
         try:
             _Library()
         except (ImportError, AttributeError) as error:

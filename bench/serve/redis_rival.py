@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from serve.rival import Keys, Reader, Rival
+from strataflux.proto.extras import install_command
 
 __all__ = ["Redis"]
 
@@ -49,7 +50,7 @@ class Redis(Rival):
         if shutil.which("redis-server") is None:
             return "no redis-server (Debian: redis-server)"
         found = importlib.util.find_spec("redis") and importlib.util.find_spec("hiredis")
-        return None if found else "pip install 'strataflux[race]'"
+        return None if found else install_command("race")
 
     @property
     def _socket(self) -> Path:

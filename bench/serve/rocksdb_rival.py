@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from serve.rival import Keys, Reader, Rival
+from strataflux.proto.extras import install_command
 
 __all__ = ["RocksDb"]
 
@@ -45,7 +46,7 @@ class RocksDb(Rival):
 
     @classmethod
     def missing(cls) -> str | None:
-        return None if importlib.util.find_spec("rocksdict") else "pip install 'strataflux[race]'"
+        return None if importlib.util.find_spec("rocksdict") else install_command("race")
 
     @property
     def _path(self) -> Path:

@@ -10,6 +10,7 @@ import typer
 from strataflux.client.cli.eval_method import Evaluated, MethodCommand, fitted_method, open_evaluated
 from strataflux.client.cli.output import Output, progress
 from strataflux.client.errors import MisuseError
+from strataflux.proto.extras import install_command
 
 if TYPE_CHECKING:
     from strataflux.client.evaluate.methods.base import KvMethod
@@ -96,8 +97,9 @@ def _template(found: Evaluated) -> "ChatTemplate | None":
 
 def _renderer(template: "ChatTemplate") -> Callable[[str], str]:
     if find_spec("jinja2") is None:
-        remedy = "pip install 'strataflux[serve]'"
-        raise MisuseError("--tasks", "no jinja2, which the model's chat template needs", "the extra serve", remedy)
+        raise MisuseError(
+            "--tasks", "no jinja2, which the model's chat template needs", "the extra serve", install_command("serve")
+        )
     from strataflux.client.serve.chat import ChatRenderer
     from strataflux.client.serve.schemas import Message
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from strataflux.client.cli.options import JsonOption
 from strataflux.client.cli.output import Output, progress
 from strataflux.client.errors import MisuseError
+from strataflux.proto.extras import install_command
 
 if TYPE_CHECKING:
     from strataflux.cache_policy.base import Policy
@@ -45,7 +46,7 @@ def simulate(
     next_step = _choice("--fill", fill, ("immediate", "next-step")) == "next-step"
     lazy = _choice("--lru", lru, ("exact", "lazy")) == "lazy"
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise MisuseError("--plot", "no matplotlib", "the extra bench", "pip install 'strataflux[bench]'")
+        raise MisuseError("--plot", "no matplotlib", "the extra bench", install_command("bench"))
     loaded = [trace for path in traces for trace in load_traces(path)]
     names = [trace.name for trace in loaded]
     if len(set(names)) < len(names):

@@ -5,6 +5,7 @@ from typing import Final
 from packaging.version import Version
 
 from strataflux.client.errors import MisuseError
+from strataflux.proto.extras import install_command
 
 __all__ = ["FIRST", "FIRST_UNTESTED", "check_version"]
 
@@ -25,4 +26,4 @@ def check_version(found: str) -> None:
     """
     if not Version(FIRST) <= Version(found) < Version(FIRST_UNTESTED):
         tested = f"{FIRST} or newer, below {FIRST_UNTESTED}"
-        raise MisuseError("package transformers", found, tested, 'pip install "strataflux[transformers]"')
+        raise MisuseError("package transformers", found, tested, install_command("transformers"))

@@ -17,6 +17,7 @@ import numpy as np
 from strataflux.daemon.engines.board import Board, claim, finish, open_board
 from strataflux.daemon.engines.layout import JOB
 from strataflux.daemon.errors import EngineUnavailable
+from strataflux.proto.extras import install_command
 
 __all__ = ["open_liburing"]
 
@@ -33,7 +34,7 @@ def open_liburing(depth: int, doorbell: int) -> Board:
         library = importlib.import_module("liburing")
     except ImportError as error:
         raise EngineUnavailable(
-            "liburing", f"no such package ({error})", f"liburing {_PINNED}", "pip install 'strataflux[liburing]'"
+            "liburing", f"no such package ({error})", f"liburing {_PINNED}", install_command("liburing")
         ) from error
     ring = library.io_uring()
     try:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason='lm-eval is not installed; pip install "strataflux[eval]"')
+from strataflux.proto.extras import install_command
+
+pytest.importorskip("lm_eval", reason=f"lm-eval is not installed; {install_command('eval')}")
 
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance

@@ -12,6 +12,7 @@ from strataflux.client.runtime.cuda.attention import HalfCache
 from strataflux.client.runtime.cuda.low_bit_cache import LowBitCache
 from strataflux.client.runtime.models import SETS, ModelConfig
 from strataflux.kernels.cuda_build import CudaError
+from strataflux.proto.extras import install_command
 
 __all__ = ["MemoryNeed", "explained", "memory_need", "require_cuda", "require_memory"]
 
@@ -99,7 +100,7 @@ def explained(subject: str) -> Iterator[None]:
     except _DEVICE_ERRORS as error:
         raise FailureError(subject, str(error), "a driver and device that take it", "use --device cpu") from error
     except ImportError as error:
-        raise FailureError(subject, str(error), "the gpu extra", "pip install strataflux[gpu]") from error
+        raise FailureError(subject, str(error), "the gpu extra", install_command("gpu")) from error
     except MisuseError:
         raise
     except ValueError as error:

@@ -9,6 +9,7 @@ import pytest
 
 from strataflux.client.prepare.chat import CHAT, ChatTemplate
 from strataflux.client.prepare.prepared import PreparedModel
+from strataflux.proto.extras import install_command
 from tests.unit.client.cli.conftest import Run
 
 SIZES = ("--task-tokens", 800, "--task-count", 2)
@@ -48,7 +49,7 @@ def test_prompts_are_written_by_the_chat_template(
     assert said.code == 0, said.err
     assert said.json()["chat_template"]
     monkeypatch.setattr("strataflux.client.cli.eval_tasks.find_spec", lambda _: None)
-    assert run(*command).json()["error"]["remedy"] == "pip install 'strataflux[serve]'"
+    assert run(*command).json()["error"]["remedy"] == install_command("serve")
 
 
 @pytest.mark.parametrize(

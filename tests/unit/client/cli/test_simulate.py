@@ -78,4 +78,4 @@ def test_without_matplotlib_a_plot_is_refused_first(run: Run, trace: Path, monke
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said = run("simulate", trace, "--plot", "rates.png", "--json")
     assert said.code == 2
-    assert "strataflux[bench]" in said.json()["error"]["remedy"]
+    assert "[bench]" in said.json()["error"]["remedy"]
