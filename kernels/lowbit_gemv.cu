@@ -54,12 +54,13 @@ __device__ __forceinline__ void fetch(u32* to, const uint4* from, int stride) {
   }
 }
 
-// GROUPS: groups in a strip (4, 2), or 0 for a codebook. DEPTH: strips in flight a warp. ONTO: add to y, else store.
+// GROUPS: groups in a strip (4, 2), or 0 for a codebook. DEPTH: strips in flight a warp; `ahead` more, at most 32, are
+// brought nearer meanwhile. ONTO: add to y, else store.
 // BESIDE: the first `beside` blocks have errands to run, the rest multiply.
 template <int BITS, int GROUPS, int TILES, int WARPS, int DEPTH, int COLUMNS, int ONTO, int BESIDE>
 __global__ void __launch_bounds__(32 * WARPS, BESIDE ? 16 / WARPS : 1)  // errands take no registers from products
 lowbit_gemv(const uint4* words, const uint4* meta, const u16* x, float* y, int rows, int inputs, int strips, int batch,
-            const Errand* errands, int errand_count, int beside) {
+            int ahead, const Errand* errands, int errand_count, int beside) {
   constexpr int META = GROUPS ? GROUPS / 2 : 1;              // uint4 a strip and lane
   constexpr int TABLE = GROUPS ? 4 : 2 * (1 << BITS) / 4;    // words of one row's codebook
   constexpr bool PAIRS = !GROUPS && BITS == 4;
@@ -90,6 +91,13 @@ lowbit_gemv(const uint4* words, const uint4* meta, const u16* x, float* y, int r
 #pragma unroll
   for (int d = 0; d < DEPTH; d++)
     if (warp + d * WARPS < strips) prefetch(d, warp + d * WARPS);
+  if (const int strip = warp + (DEPTH + lane) * WARPS; lane < ahead && strip < strips)
+#pragma unroll
+    for (int r = 0; r < TILES; r++) {
+      const size_t at = (size_t)(tile0 + r) * strips + strip;
+      bring_nearer(words + at * (BITS * 32), 32 * BITS);
+      if (GROUPS) bring_nearer(meta + at * 8 * META, 8 * META);
+    }
   if (!GROUPS) {
     const u32* tables = (const u32*)meta + (size_t)tile0 * 16 * TABLE;
 #pragma unroll

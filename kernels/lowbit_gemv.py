@@ -73,19 +73,20 @@ class LowbitWeights(NamedTuple):
 
 class Plan(NamedTuple):
     """How the fast path spreads a product: tiles of 16 rows a block, warps that share a block's strips, strips a warp
-    has in flight; and whether it may start, and fetch its first weights, while the kernel before it still runs.
+    has in flight; whether it may start, and fetch its first weights, while the kernel before it still runs; and strips
+    (up to 32) beyond those in flight that each warp asks the device's cache for when it begins.
     """
 
     tiles: int
     warps: int
     depth: int
     early: bool = True
+    ahead: int = 0
 
 
 class StreamPlan(NamedTuple):
     """How the fast path streams scaled weights for one input: warps that share a block's strips, strips in each warp's
-    ring, blocks a multiprocessor; ``early`` as of :class:`Plan`; and strips (up to 32) beyond its ring that each warp
-    asks the device's cache for while it waits for the kernel before.
+    ring, blocks a multiprocessor; ``early`` and ``ahead`` as of :class:`Plan`.
     """
 
     warps: int = 8
@@ -284,7 +285,7 @@ def _launch(weights: LowbitWeights, x: Tensor, y: Tensor, add: bool, plan: Plan,
     name = instance_name(weights, plan, x.shape[0], add=add, beside=errands is not None)
     function = load_function(_SOURCE, name, device)
     pointers = [np.uint64(tensor.data_ptr()) for tensor in (weights.words, weights.meta, x, y)]
-    sizes = [np.int32(size) for size in (weights.rows, weights.inputs, strips, x.shape[0])]
+    sizes = [np.int32(size) for size in (weights.rows, weights.inputs, strips, x.shape[0], plan.ahead)]
     early = plan.early and device_capability(device) >= (9, 0)
     table, count, beside = 0, 0, 0
     if errands is not None:

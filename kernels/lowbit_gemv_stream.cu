@@ -19,14 +19,6 @@ template <int NEWEST>
 __device__ __forceinline__ void wait_for_copies_before() {
   asm volatile("cp.async.wait_group %0;" :: "n"(NEWEST) : "memory");
 }
-// Towards the device's cache; nobody waits for it.
-#if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void bring_nearer(const uint4* from, int count) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(16 * count) : "memory");
-}
-#else
-__device__ __forceinline__ void bring_nearer(const uint4*, int) {}
-#endif
 #endif
 
 // Sums of 16 rows by the 256 channels of a strip; all eight columns of the tensor core's product have the same input,

@@ -89,12 +89,12 @@ def test_portable_path(bits: int, shape: tuple[int, int, int, int], device: torc
 
 CASES = (
     # kind, bits, group, rows, inputs, batch, plan, add
-    ("scaled", 4, 128, 33, 640, 1, Plan(1, 2, 2), False),
+    ("scaled", 4, 128, 33, 640, 1, Plan(1, 2, 2, ahead=1), False),
     ("scaled", 3, 64, 17, 576, 2, Plan(2, 2, 1), True),
     ("scaled", 2, 128, 20, 256, 9, Plan(1, 1, 1), False),
     ("codebook", 4, 0, 33, 264, 1, Plan(1, 2, 1), True),
     ("codebook", 3, 0, 40, 520, 16, Plan(2, 1, 2), False),
-    ("codebook", 2, 0, 16, 768, 3, Plan(1, 2, 2), False),
+    ("codebook", 2, 0, 16, 768, 3, Plan(1, 2, 1, ahead=32), False),
 )
 
 
@@ -113,7 +113,7 @@ def test_cuda_source_on_an_emulated_warp(case: tuple[str, int, int, int, int, in
         f"""extern "C" void run(const uint4* words, const uint4* meta, const u16* x, float* y) {{
           run_blocks({tiles // plan.tiles}, {32 * plan.warps}, [=] {{
             {instance_name(packed, plan, batch, add=add)}(
-              words, meta, x, y, {rows}, {inputs}, {strips}, {batch}, 0, 0, 0);
+              words, meta, x, y, {rows}, {inputs}, {strips}, {batch}, {plan.ahead}, 0, 0, 0);
           }});
         }}""",
         tmp_path,
