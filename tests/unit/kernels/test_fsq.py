@@ -1,6 +1,7 @@
 """Codes of finite scalar quantization: grids, nesting, packing, gradients, and mixing values among codes."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -30,6 +31,27 @@ def test_every_level_is_reached_in_order_and_centres_are_symmetric(levels: int, 
     centres = grid(levels, bound).centres(torch.arange(levels, dtype=torch.uint8)[:, None]).flatten()
     assert torch.equal(centres, -centres.flip(0))
     assert torch.equal(centres.diff(), torch.ones(levels - 1))
+
+
+def published(levels: int, sign: int, shift_of: Callable[[float], float]) -> Tensor:
+    """Codes -L/2 … L/2 - 1 of ``Z`` in a published form for even L: H (1 ∓ eps), and how a shift is made of 0.5 / H."""
+    half = (levels - 1) * (1 - sign * 1e-3) / 2
+    return (half * (Z + shift_of(0.5 / half)).tanh() - 0.5).round().long()
+
+
+@pytest.mark.parametrize("levels", [4, 16, 256])
+def test_both_published_even_forms_agree_but_for_their_epsilon(levels: int) -> None:
+    one, other = published(levels, 1, math.tan), published(levels, -1, math.atanh)
+    for codes in (one, other):
+        assert torch.unique(codes).tolist() == list(range(-levels // 2, levels // 2))
+        assert int(codes[len(Z) // 2]) == 0  # a mid-tread grid: zero lies in the middle of its cell
+        near = 800 // levels
+        assert not codes[len(Z) // 2 - near : len(Z) // 2 + near].any()
+    # Half-ranges that are 2 eps apart move a value by up to that share of (L - 1) / 2 cells.
+    assert float((one != other).float().mean()) < 2e-3 * (levels - 1) / 2
+    assert int((one - other).abs().max()) == 1
+    if levels == 4:
+        assert math.atanh(1 / 3) - math.tan(1 / 3) == pytest.approx(3.2e-4, rel=0.05)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
