@@ -83,9 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--starts", type=integers, default=(5000, 60_000, 120_000, 180_000))
     parser.add_argument("--only", type=lambda text: text.split(","), default=None, help="resident bits, as 2/2,3/2")
     parser.add_argument("--fractions", nargs="+", help="of groups of 4 tokens, as 0 1/128, instead of the table's")
-    parser.add_argument(
-        "--select-lag", type=int, nargs="+", default=[0], help="0: a token's own selection; 1: the last's"
-    )
+    parser.add_argument("--kept-steps", type=int, nargs="+", default=[0], help="0: a token refines what it selects")
     parser.add_argument("--exact-tail", action="store_true", help="keep blocks exact that fill up while scoring")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -120,10 +118,10 @@ def scores_of(
     for (resident, refined, prenormalized), points in sweep(options).items():
         form = format_of(weights.config.head_dim, resident, refined, prenormalized)
         dense = DenseKv(weights, prefilled, form, not options.exact_tail)
-        for (fraction, group), lag in product(points, options.select_lag):
-            if fraction or lag == options.select_lag[0]:
-                score = score_low_bit(dense, reference, fraction, group, lag)
-                yield name_of(form, fraction, group) + (" selected before" if fraction and lag else ""), score
+        for (fraction, group), kept in product(points, options.kept_steps):
+            if fraction or kept == options.kept_steps[0]:
+                score = score_low_bit(dense, reference, fraction, group, kept)
+                yield name_of(form, fraction, group) + (f", {kept} steps before" if fraction and kept else ""), score
 
 
 def sweep(options: argparse.Namespace) -> dict[tuple[str, str, bool], list[tuple[Fraction, int]]]:

@@ -5,8 +5,8 @@ share. A tile is encoded at the beginning of the step after it filled up, and it
 cannot be done at once it is tried again at each step until the next tile fills up; then the tile stays unrefined for
 good and is counted. No step waits for a write.
 
-What is refined is selected by the step itself, or by the one before it (``early``): then each record is asked for as
-soon as its group was selected, and looked up a step later. A sequence's first step refines nothing so.
+What is refined is selected by the step itself, or by some steps before it (``early``): then each record is asked for as
+soon as its group was selected, and looked up from the next step on. A sequence's first step refines nothing so.
 
 Records are found by a :class:`~strataflux.client.weights.RecordSource`: what is absent is skipped or waited for by its
 policy. Object ids: ``block id · records a block + (layer · kv_heads + head) · groups a tile + group``.
@@ -27,6 +27,7 @@ from torch import Tensor
 from strataflux.client.errors import MisuseError
 from strataflux.client.kv_blocks import KvBlocks
 from strataflux.client.kv_options import blocks_for
+from strataflux.client.kv_selections import EarlierSelections
 from strataflux.client.runtime.cache import check_truncation, require_all_seen
 from strataflux.client.runtime.models import ModelConfig
 from strataflux.client.weights import MORE, RecordSource, SetStatistics
@@ -88,6 +89,7 @@ class RefinedKVCache:
         table: int = 0,
         wait_seconds: float = 0.0,
         early: EarlySource | None = None,
+        kept_steps: int = 1,
     ) -> None:
         """An empty sequence.
 
@@ -99,7 +101,8 @@ class RefinedKVCache:
             table: number of the KV table.
             wait_seconds: how long a step waits for the block that it put to be taken, where ``source`` waits for what
                 is absent: a block's records can be looked up only then.
-            early: where records are asked for that the next step will look up; None: each step selects for itself.
+            early: where records are asked for that later steps will look up; None: each step selects for itself.
+            kept_steps: with ``early``: how many steps' selections a step refines.
 
         Raises:
             MisuseError: the pool has fewer free blocks, or a layer attends to a window shorter than ``context``.
@@ -131,8 +134,7 @@ class RefinedKVCache:
         self._payloads: NDArray[np.uint8] | None = None
         self._lookups = self._hits = 0
         self._told: set[int] = set()
-        self._selected: dict[int, tuple[Tensor, Tensor]] = {}
-        """Groups and shares by layer, of the step before; only with ``early``."""
+        self._selected = EarlierSelections(kept_steps)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -184,19 +186,15 @@ class RefinedKVCache:
         assert self._source is not None
         groups, shares = select_groups(resident, view, self._fraction)
         if self._early is not None:
-            selected = self._selected.get(layer)
-            self._selected[layer] = groups, shares
             self._ask_early(layer, groups[0], shares[0])
-            if selected is None:
-                return resident.output
-            groups, shares = selected
+            groups, shares = self._selected.replace(layer, groups, shares)
         oids, scores, known = self._records(layer, groups[0], shares[0])
         addresses = np.zeros(known.shape, np.uint64)
         if oids.size:
             found = np.zeros(oids.size, np.uint64)
             self._hits += self._source.lookup(self._table, oids, scores, found)
             addresses[known] = found
-        self._lookups += known.size
+        self._lookups += int((groups >= 0).sum())
         return kv_attention_cpu.refine(queries, view, resident, groups, torch.from_numpy(addresses)[None])
 
     def _ask_early(self, layer: int, groups: Tensor, shares: Tensor) -> None:
@@ -213,7 +211,7 @@ class RefinedKVCache:
         per = self._blocks.form.groups_per_tile
         chosen = groups.numpy()
         bases = self._blocks.bases[self._places.numpy()[chosen // per]]
-        known = bases >= 0
+        known = (bases >= 0) & (chosen >= 0)
         first = layer * self._blocks.config.kv_heads * per
         scores = np.searchsorted(SCORE_THRESHOLDS, shares.numpy()[known], side="right").clip(1, 255)
         return (bases + first + self._heads + chosen % per)[known], scores.astype(np.uint8), known
@@ -341,7 +339,7 @@ class RefinedKVCache:
         other._sink = self._sink if self.length >= TILE_TOKENS else self._sink.copy()
         other._tail = self._tail.copy()
         other._pending = None
-        other._selected = dict(self._selected)
+        other._selected = self._selected.copy()
         other._lookups = other._hits = 0
         return other
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
+from typing import Final
 
 from strataflux.client.errors import MisuseError
 from strataflux.client.runtime.models import ModelConfig
@@ -19,15 +21,18 @@ from strataflux.proto.layout import (
 )
 from strataflux.proto.messages import KvGeometry
 
-__all__ = ["KvOptions", "blocks_for"]
+__all__ = ["MOST_KEPT_STEPS", "KvOptions", "blocks_for"]
+
+MOST_KEPT_STEPS: Final = 64
+"""Steps whose selections may be refined by a later one."""
 
 
 @dataclass(frozen=True)
 class KvOptions:
     """How keys and values are kept. Fraction 0 refines nothing.
 
-    With ``select_lag`` 1 a step refines the groups that the step before it selected: nothing of refinement is waited
-    for, and a record has a step's time to come; with 0 those that it selects itself.
+    With ``select_lag`` 1 a step refines the groups that the ``kept_steps`` steps before it selected: nothing of
+    refinement is waited for, and a record has a step's time to come; with 0 those that it selects itself.
     """
 
     key_bits: int
@@ -38,10 +43,14 @@ class KvOptions:
     fraction: Fraction = Fraction(1, 128)
     prenormalize: bool = False
     select_lag: int = 0
+    kept_steps: int = 1
 
     def __post_init__(self) -> None:
         if self.select_lag not in (0, 1):
             raise MisuseError("select_lag", f"{self.select_lag}", "0 or 1", "select by this step, or by the one before")
+        if not 1 <= self.kept_steps <= MOST_KEPT_STEPS:
+            expected = f"1 to {MOST_KEPT_STEPS}"
+            raise MisuseError("kept_steps", f"{self.kept_steps}", expected, "refine what so many steps selected")
 
     def form(self, head_dim: int) -> KvFormat:
         """The format for heads of this size.
@@ -87,9 +96,11 @@ class KvOptions:
             return StepDemand(0, 0)
         groups = selected_groups(self.fraction, blocks_for(context) * form.groups_per_tile)
         a_layer = config.kv_heads * groups
-        # Selected before it is looked up, a group may be asked for twice.
-        selections = (1 + self.select_lag) * config.layers * a_layer
-        return StepDemand(selections, a_layer * slot_bytes(form.record_bytes))
+        if self.select_lag:
+            # What is selected before it is looked up may be asked for twice.
+            a_layer *= min(self.kept_steps, ceil(1 / self.fraction))
+            return StepDemand(2 * config.layers * a_layer, a_layer * slot_bytes(form.record_bytes))
+        return StepDemand(config.layers * a_layer, a_layer * slot_bytes(form.record_bytes))
 
 
 def blocks_for(context: int) -> int:

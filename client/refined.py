@@ -309,7 +309,8 @@ def _cache_maker(
     blocks = KvBlocks(config, options.form(config.head_dim), capacity, session.kv)
     table = 0 if session.kv is None else session.kv.table
     early = session if options.select_lag else None
-    return lambda context: RefinedKVCache(blocks, context, options.fraction, session, table, wait_seconds, early)
+    last = table, wait_seconds, early, options.kept_steps
+    return lambda context: RefinedKVCache(blocks, context, options.fraction, session, *last)
 
 
 def _label(prepared: PreparedModel | None, shift: Mapping[str, float] | None, scheme: Scheme | None) -> str:

@@ -152,13 +152,13 @@ class DenseKv:
         self._levels = [_encode(key[:, span], value[:, span], form) for key, value in pairs]
 
     def rows(
-        self, tokens: Sequence[int], fraction: Fraction, group_tokens: int, select_lag: int = 0
+        self, tokens: Sequence[int], fraction: Fraction, group_tokens: int, kept_steps: int = 0
     ) -> Iterator[Tensor]:
-        """Logits [vocabulary] after each of ``tokens``, refined; with ``fraction`` 0 at resident precision. With
-        ``select_lag`` 1 each token refines what the one before it selected, and the first one nothing.
+        """Logits [vocabulary] after each of ``tokens``, refined; with ``fraction`` 0 at resident precision. Where
+        ``kept_steps`` is not 0, each token refines what so many before it selected, and the first one nothing.
         """
         levels = list(self._levels)
-        before: dict[int, Tensor] | None = {} if select_lag else None
+        before: dict[int, Tensor] = {}
         keys, values = list(self._prefilled.keys), list(self._prefilled.values)
         done = 0
         while done < len(tokens):
@@ -167,7 +167,7 @@ class DenseKv:
             with torch.inference_mode():
                 if self._encode_scored:
                     self._encode_filled(levels, keys, values, encoded_tiles(start + 1))
-                chunk = _Chunk(levels, keys, values, start, fraction, group_tokens, before)
+                chunk = _Chunk(levels, keys, values, start, fraction, group_tokens, kept_steps, before)
                 logits = _run(self._weights, tokens[done : done + count], start, chunk.attend_in)
             yield from logits
             done += count
@@ -189,9 +189,9 @@ class _Chunk:
     start: int
     fraction: Fraction
     group_tokens: int
-    before: dict[int, Tensor] | None
-    """By layer, which groups [kv_heads, groups] the last position before these selected; None: each selects for itself.
-    """
+    kept_steps: int
+    before: dict[int, Tensor]
+    """By layer, which groups [kept_steps, kv_heads, groups] the last positions before these selected."""
 
     def attend_in(self, index: int) -> Attend:
         def attend(queries: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -223,19 +223,20 @@ class _Chunk:
         shares = group_shares(*by_query, kv_heads, self.group_tokens)
         count = selected_groups(self.fraction, shares.shape[-1])
         mask = torch.zeros_like(shares, dtype=torch.bool).scatter_(-1, shares.topk(count, -1).indices, True)
-        if self.before is not None:
+        if self.kept_steps:
             mask = self._late(index, mask)
         tokens = mask.repeat_interleave(self.group_tokens, -1)
         return tokens.repeat_interleave(logits.shape[0] // kv_heads, 1).transpose(0, 1)
 
     def _late(self, index: int, mask: Tensor) -> Tensor:
-        """What each position selected [n, kv_heads, groups], one position later."""
-        assert self.before is not None
-        first = torch.zeros_like(mask[:1])
+        """What the positions before each one selected [n, kv_heads, groups]."""
+        kept, count = self.kept_steps, mask.shape[0]
+        first = mask.new_zeros(kept, *mask.shape[1:])
         if (last := self.before.get(index)) is not None:
-            first[0, :, : last.shape[-1]] = last  # tiles may have come since
-        self.before[index] = mask[-1]
-        return torch.cat((first, mask[:-1]))
+            first[..., : last.shape[-1]] = last  # tiles may have come since
+        every = torch.cat((first, mask))
+        self.before[index] = every[count:]
+        return torch.stack([every[i : i + count] for i in range(kept)]).any(0)
 
 
 def _encode(keys: Tensor, values: Tensor, form: KvFormat) -> _Levels:
@@ -255,8 +256,10 @@ def _encode(keys: Tensor, values: Tensor, form: KvFormat) -> _Levels:
 
 
 def score_low_bit(
-    dense: DenseKv, reference: Reference, fraction: Fraction, group_tokens: int, select_lag: int = 0
+    dense: DenseKv, reference: Reference, fraction: Fraction, group_tokens: int, kept_steps: int = 0
 ) -> Score:
-    """Score the reference's text as it goes on after the prefilled tokens, by a low-bit cache without misses."""
-    rows = dense.rows(reference.tokens[:-1], fraction, group_tokens, select_lag)
+    """Score the reference's text as it goes on after the prefilled tokens, by a low-bit cache without misses; arguments
+    as of :meth:`DenseKv.rows`.
+    """
+    rows = dense.rows(reference.tokens[:-1], fraction, group_tokens, kept_steps)
     return score(lambda _: next(rows), reference)

@@ -155,7 +155,7 @@ def evaluate_kv(
             parts.reference.append(reference.score)
             parts.base.append(score_low_bit(dense, reference, 0 * options.fraction, options.group_tokens))
             if model is None:
-                settings = options.fraction, options.group_tokens, options.select_lag
+                settings = options.fraction, options.group_tokens, options.select_lag * options.kept_steps
                 parts.refined.append(score_low_bit(dense, reference, *settings))
             else:
                 del dense

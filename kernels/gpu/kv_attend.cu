@@ -327,13 +327,12 @@ kv_attend_refined(const u16* queries, const u16* new_keys, const u16* new_values
                   const u8* value_codes, const u16* value_scale, const u16* value_zero, const u16* value_other,
                   const int* table, u16* sink_keys, u16* sink_values, u16* tail_keys, u16* tail_values, float* turned,
                   float* parts, float* tops, float* totals, float* sums, float* tile_tops, int kv_heads, int splits,
-                  int pieces, int most_tiles, const u8* rows, const int* numbers, const int* counts, int owners, int room,
-                  int stride) {
+                  int pieces, int most_tiles, const u8* rows, const int* numbers, int owners, int room, int stride) {
   const Given in = {queries, new_keys, new_values, positions, table,
                     {key_codes, key_scale, key_zero, key_other}, {value_codes, value_scale, value_zero, value_other},
                     {sink_keys, sink_values, tail_keys, tail_values}, {turned, parts, tops, totals, sums, tile_tops},
                     kv_heads, splits, pieces, most_tiles};
-  const Fetched fetched = {rows, numbers, counts, room, stride};
+  const Fetched fetched = {rows, numbers, room, stride};
   const int refiners = pieces - splits, other = blockIdx.x - owners * refiners;
   let_next_kernel_start();
   wait_for_previous_kernel();

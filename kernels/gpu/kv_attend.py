@@ -342,7 +342,7 @@ def _launch(
     if fetched is not None:
         owners, room = fetched.numbers.shape
         name, blocks = refined_name(form, group), blocks + owners * work.refiners
-        arguments += [np.uint64(t.data_ptr()) for t in (fetched.rows, fetched.numbers, fetched.listed.counts)]
+        arguments += [np.uint64(t.data_ptr()) for t in (fetched.rows, fetched.numbers)]
         arguments += [np.int32(value) for value in (owners, room, fetched.rows.shape[2])]
     starts_early = early and device_capability(device) >= (9, 0)
     function = _function(name, size, device)

@@ -231,11 +231,10 @@ __device__ __forceinline__ void merge_changes(const Change<D, HEADS>& state, flo
   }
 }
 
-// Groups whose records were fetched into device memory, [batch · kv_heads, room] of them.
+// Records in device memory, [batch · kv_heads, room] of them.
 struct Fetched {
-  const u8* rows;       // a record every `stride` bytes
-  const int* numbers;   // of groups, -1 where the record was absent
-  const int* counts;    // [batch · kv_heads]
+  const u8* rows;      // a record every `stride` bytes
+  const int* numbers;  // of the groups that they refine, -1 for none
   int room, stride;
 };
 
@@ -246,17 +245,16 @@ __device__ __forceinline__ void correct_fetched(const float (&query)[HEADS][D / 
                                                 int refiner, int refiners, u8* memory, const Parts& to) {
   const int OF_TILE = TILE / GROUP, PIECES = GROUP * D * (KEY_FINE + VALUE_FINE) / 128;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stride = WARPS * refiners, first = warp * refiners + refiner;
-  const int count = load_int(from.counts + owner);
   uint4* record = (uint4*)memory + warp * (PIECES + 1);
   const int* numbers = from.numbers + (size_t)owner * from.room;
   const u8* rows = from.rows + (size_t)owner * from.room * from.stride;
   Change<D, HEADS> state = {};
 #pragma unroll
   for (int h = 0; h < HEADS; h++) state.top[h] = NONE;
-  for (int start = first; start < count; start += 32 * stride) {
-    const int own = start + lane * stride, group = own < count ? load_int(numbers + own) : -1;
+  for (int start = first; start < from.room; start += 32 * stride) {
+    const int own = start + lane * stride, group = own < from.room ? load_int(numbers + own) : -1;
     const int place = group < 0 ? 0 : load_int(blocks + group / OF_TILE);
-    const int together = min(32, (count - start + stride - 1) / stride);
+    const int together = min(32, (from.room - start + stride - 1) / stride);
     for (int i = 0; i < together; i++) {
       const int number = __shfl_sync(LANES, group, i);
       const i64 tile = (i64)__shfl_sync(LANES, place, i) * kv_heads + owner % kv_heads;

@@ -163,7 +163,6 @@ def _correct(
     tile_blocks: tl.tensor,
     numbers: tl.tensor,
     places: tl.tensor,
-    counts: tl.tensor,
     parts: tl.tensor,
     tops: tl.tensor,
     totals: tl.tensor,
@@ -185,19 +184,18 @@ def _correct(
     blocks, kv_head = tile_blocks + owner // kv_heads * most_tiles, owner % kv_heads
     numbers += owner.to(tl.int64) * room
     places += owner.to(tl.int64) * room
-    found = tl.load(counts + owner)
     head = (owner * HEADS + row).to(tl.int64)
     inside = row < HEADS
     top = tl.full((_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((_ROWS,), tl.float32)
     mixed = tl.zeros((_ROWS, D), tl.float32)
     q = tl.load(queries + head[:, None] * D + i[None, :], mask=inside[:, None], other=0.0)
-    for start in range(refiner * (TOKENS // GROUP), found, refiners * (TOKENS // GROUP)):
+    for start in range(refiner * (TOKENS // GROUP), room, refiners * (TOKENS // GROUP)):
         entry = start + tl.arange(0, TOKENS) // GROUP
         # Where none of them was there and none before, nothing is known yet to be relative to.
-        if tl.max(tl.load(numbers + entry, mask=entry < found, other=-1), 0) >= 0:
+        if tl.max(tl.load(numbers + entry, mask=entry < room, other=-1), 0) >= 0:
             top, total, mixed = correct_round(
-                top, total, mixed, q, start, found, blocks, numbers, places, kv_heads, kv_head, key_codes, key_scale,
+                top, total, mixed, q, start, room, blocks, numbers, places, kv_heads, kv_head, key_codes, key_scale,
                 key_zero, key_other, value_codes, value_scale, value_zero, value_other, D, KEY_BITS, VALUE_BITS,
                 KEY_FINE, VALUE_FINE, GROUP, TOKENS,
             )  # fmt: skip
@@ -216,7 +214,6 @@ def correct_portable(cache: KvTiles, work: KvWork, fetched: Fetched) -> None:
         cache.table,
         fetched.numbers,
         fetched.places,
-        fetched.listed.counts,
         work.parts,
         work.tops,
         work.totals,

@@ -7,7 +7,7 @@
 
 const int THREADS = 128, WARPS = THREADS / 32, TOGETHER = 8;
 
-struct Groups {  // of KV heads [batch · kv_heads, room]
+struct Groups {  // listed, of KV heads [batch · kv_heads, room]
   const int *numbers, *counts;
   const u32* strengths;  // bits of shares
   i64 first_oid;
@@ -41,7 +41,8 @@ __device__ __forceinline__ void copy_records(u64 address, u8* first, int stride,
     u64 from[BATCH];
 #pragma unroll
     for (int b = 0; b < BATCH; b++) {
-      from[b] = (u64)__shfl_sync(EVERY, (u32)(address >> 32), start + b) << 32 | __shfl_sync(EVERY, (u32)address, start + b);
+      const u32 high = __shfl_sync(EVERY, (u32)(address >> 32), start + b);
+      from[b] = (u64)high << 32 | __shfl_sync(EVERY, (u32)address, start + b);
 #pragma unroll
       for (int d = 0; d < DEEP; d++)
         if (from[b] && lane + 32 * d < PIECES) piece[b][d] = load_host_piece(from[b] + 16 * (lane + 32 * d));
@@ -55,16 +56,47 @@ __device__ __forceinline__ void copy_records(u64 address, u8* first, int stride,
   }
 }
 
+struct Rows {  // of KV heads [batch · kv_heads, lists · room], see kv_work.py
+  int *numbers, *held, *where;
+  u8* records;
+  int lists, most_groups, stride;
+};
+
+// Brings a list's records into the rows whose turn it is, `part` of `parts` blocks a share of them. What lies in other
+// rows is copied from there, and refines there no more; the rows that have refined longest do neither from now on.
+template <int PIECES>
+__device__ __forceinline__ void fetch(const Lookup& lookup, const Blocks& blocks, const Groups& wanted, const Rows& to,
+                                      int owner, int part, int parts, int turn, int* counts) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, room = blocks.room, count = load_int(wanted.counts + owner);
+  const int mine = turn * room, oldest = (turn + 1) % to.lists * room;
+  int *numbers = to.numbers + (size_t)owner * to.lists * room, *held = to.held + (size_t)owner * to.lists * room;
+  int* where = to.where + (size_t)owner * to.most_groups;
+  u8* records = to.records + (size_t)owner * to.lists * room * to.stride;
+  for (int start = 32 * (part * WARPS + warp); start < room; start += 32 * WARPS * parts) {
+    const int i = start + lane;
+    const bool here = i < count;
+    const int group = here ? load_int(wanted.numbers + (size_t)owner * room + i) : -1, last = here ? where[group] : mine;
+    const bool kept = here && last / room != turn && held[last] == group;
+    const i64 oid = here && !kept ? blocks.oid_of(owner, group, wanted.first_oid) : -1;
+    const u32 strength = here ? load_word(wanted.strengths + (size_t)owner * room + i) : 0;
+    const u64 found = look_up(lookup, oid >= 0, oid, strength, counts, counts + 1);
+    const u64 address = kept ? (u64)(records + (size_t)last * to.stride) : found;
+    if (i < room) numbers[mine + i] = held[mine + i] = address ? group : -1, numbers[oldest + i] = -1;
+    if (kept) numbers[last] = -1;
+    if (address) where[group] = mine + i;
+    copy_records<PIECES>(address, records + (size_t)(mine + start) * to.stride, to.stride, lane);
+  }
+}
+
 // Blocks: batch · kv_heads · (1 + fetchers), the first one of each KV head asks.
 template <int PIECES>
 __global__ void __launch_bounds__(THREADS)
-kv_fetch(i64* block, const float* thresholds, const i64* bases, const int* table, const int* asked, const int* asked_counts,
-         const u32* asked_strengths, const int* wanted, const int* wanted_counts, const u32* wanted_strengths, int* numbers,
-         u8* rows, i64 asked_oid, i64 wanted_oid, int kv_table, int kv_heads, int most_tiles, int of_tile, int room,
-         int stride, int fetchers) {
+kv_fetch(i64* block, const float* thresholds, const i64* bases, const int* table, const int* asked,
+         const int* asked_counts, const u32* asked_strengths, const int* wanted, const int* wanted_counts,
+         const u32* wanted_strengths, int* numbers, int* held, int* where, u8* records, i64 asked_oid, i64 wanted_oid,
+         int kv_table, int kv_heads, int most_tiles, int of_tile, int room, int lists, int stride, int fetchers) {
   __shared__ int counts[2];
   const int owner = blockIdx.x / (1 + fetchers), part = blockIdx.x % (1 + fetchers) - 1;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Blocks blocks = {bases, table, kv_heads, most_tiles, of_tile, room};
   const Lookup lookup(block, thresholds, kv_table);
   if (part < 0) {
@@ -73,17 +105,10 @@ kv_fetch(i64* block, const float* thresholds, const i64* bases, const int* table
   }
   if (threadIdx.x < 2) counts[threadIdx.x] = 0;
   __syncthreads();
-  const int count_here = load_int(wanted_counts + owner);
-  for (int start = 32 * (part * WARPS + warp); start < count_here; start += 32 * WARPS * fetchers) {
-    const size_t at = (size_t)owner * room + start + lane;
-    const bool here = start + lane < count_here;
-    const int group = here ? load_int(wanted + at) : 0;
-    const i64 oid = here ? blocks.oid_of(owner, group, wanted_oid) : -1;
-    const u32 strength = here ? load_word(wanted_strengths + at) : 0;
-    const u64 address = look_up(lookup, oid >= 0, oid, strength, counts, counts + 1);
-    if (here) numbers[at] = address ? group : -1;
-    copy_records<PIECES>(address, rows + ((size_t)owner * room + start) * stride, stride, lane);
-  }
+  const Rows rows = {numbers, held, where, records, lists, most_tiles * of_tile, stride};
+  fetch<PIECES>(lookup, blocks, {wanted, wanted_counts, wanted_strengths, wanted_oid}, rows, owner, part, fetchers,
+                (int)(load_cell(block + STEP) % lists), counts);
   __syncthreads();
-  if (threadIdx.x < 2) count(block + load_cell(block + TABLES + TABLE_CELLS * kv_table + 2) + threadIdx.x, counts[threadIdx.x]);
+  const i64 counter = load_cell(block + TABLES + TABLE_CELLS * kv_table + 2);
+  if (threadIdx.x < 2) count(block + counter + threadIdx.x, counts[threadIdx.x]);
 }

@@ -1,10 +1,11 @@
 """What a step does for the next one: ask for the groups it selected, and bring those that the one before selected.
 
 A group that matters at one token mostly matters at the next. So what is refined may be selected a step before, and then
-nothing of it needs to be waited for: its record is asked for at once (a *prefetch* of FORMAT.md: no look-up),
-has a step's time to come, and is looked up and copied to the device shortly before the layer that needs it. Attention
-takes it from there (:func:`~strataflux.kernels.gpu.kv_attend.kv_attend`). Look-ups are counted, stamped and, where
-something is absent still, asked for as in :mod:`strataflux.kernels.gpu.kv_refine`.
+nothing of it needs to be waited for: its record is asked for at once (a *prefetch* of FORMAT.md: no look-up), has a
+step's time to come, and is looked up and copied to the device shortly before the layer that needs it. Attention takes
+it from there (:func:`~strataflux.kernels.gpu.kv_attend.kv_attend`). Records stay for some steps and go on refining:
+that costs little, and what mattered lately may matter again. What is there already needs no look-up. Look-ups are
+counted, stamped and, where something is absent still, asked for as in :mod:`strataflux.kernels.gpu.kv_refine`.
 
 One launch of few blocks does both, for two layers, beside other work. The fast path is CUDA C++ (kv_fetch.cu), the
 portable one the Triton below. Ours.
@@ -109,11 +110,14 @@ def _bring(
     counts: tl.tensor,
     strengths: tl.tensor,
     numbers: tl.tensor,
+    held: tl.tensor,
+    where: tl.tensor,
     places: tl.tensor,
     first_oid: tl.tensor,
     kv_heads: tl.tensor,
     most_tiles: tl.tensor,
     room: tl.tensor,
+    lists: tl.tensor,
     words: tl.tensor,
     OF_TILE: tl.constexpr,
     WORDS: tl.constexpr,
@@ -124,13 +128,28 @@ def _bring(
     here, at = i < tl.load(counts + owner), owner.to(tl.int64) * room + i
     group = tl.load(groups + at, mask=here, other=0)
     blocks, first = tile_blocks + owner // kv_heads * most_tiles, first_oid + owner % kv_heads * OF_TILE
+    turn = (tl.load(block + cells.STEP) % lists).to(tl.int32)
+    row, oldest = turn * room + i, (turn + 1) % lists * room + i
+    mine = owner.to(tl.int64) * lists * room
+    numbers += mine
+    held += mine
+    places += mine
+    where += owner.to(tl.int64) * most_tiles * OF_TILE
+    last = tl.load(where + group, mask=here, other=0)
+    kept = here & (last // room != turn) & (tl.load(held + last, mask=here, other=-1) == group)
     oid = _oids(blocks, bases, group, first, here, OF_TILE)
     share = tl.load(strengths + at, mask=here, other=0.0)
-    address = look_up(block, thresholds, table, oid, share, here & (oid >= 0))
-    tl.store(numbers + at, tl.where(address != 0, group, -1), mask=here)
+    found = look_up(block, thresholds, table, oid, share, here & (oid >= 0) & (kept == 0))
+    address = tl.where(kept, tl.load(places + last, mask=kept, other=0), found)
+    number = tl.where(address != 0, group, -1)
+    tl.store(numbers + row, number, mask=i < room)
+    tl.store(held + row, number, mask=i < room)
+    tl.store(numbers + oldest, -1, mask=i < room)
+    tl.store(numbers + last, -1, mask=kept)
+    tl.store(where + group, row, mask=address != 0)
     inside = (address != 0)[:, None] & (word < words)[None, :]
     source = address.to(tl.pointer_type(tl.int32))[:, None] + word[None, :]
-    target = tl.load(places + at, mask=here, other=0).to(tl.pointer_type(tl.int32))[:, None] + word[None, :]
+    target = tl.load(places + row, mask=here, other=0).to(tl.pointer_type(tl.int32))[:, None] + word[None, :]
     tl.store(target, tl.load(source, mask=inside, other=0), mask=inside)
 
 
@@ -163,23 +182,23 @@ def kv_fetch(
         CudaError: the fast path cannot be.
     """
     (list_, asked_oid), (to, fetched_oid), form = asked, fetched, cache.form
-    owners, room = to.numbers.shape
-    sizes = (cache.kv_heads, cache.table.shape[1])
+    owners, room = to.listed.groups.shape
+    lists, sizes = to.numbers.shape[1] // room, (cache.kv_heads, cache.table.shape[1])
     where = records.block, records.thresholds, records.bases
     if path == "triton" or (path is None and not has_fast_path(to.rows)):
         of_tile, grid = form.groups_per_tile, triton.cdiv(room, _ASKED)
         _ask[(grid, owners)](
             *where, records.table, cache.table, *list_, asked_oid, *sizes, room, OF_TILE=of_tile, CHUNK=_ASKED
         )
-        words = form.record_bytes // 4
+        words, rows = form.record_bytes // 4, (to.numbers, to.held, to.where, to.places)
         _bring[(triton.cdiv(room, _COPIED), owners)](
-            *where, records.table, cache.table, *to.listed, to.numbers, to.places, fetched_oid, *sizes, room, words,
+            *where, records.table, cache.table, *to.listed, *rows, fetched_oid, *sizes, room, lists, words,
             OF_TILE=of_tile, WORDS=triton.next_power_of_2(words), CHUNK=_COPIED,
         )  # fmt: skip
         return
     fetchers = max(1, -(-room // _THREADS))
-    tensors = (*where, cache.table, *list_, *to.listed, to.numbers, to.rows)
-    integers = (records.table, *sizes, form.groups_per_tile, room, to.rows.shape[2], fetchers)
+    tensors = (*where, cache.table, *list_, *to.listed, to.numbers, to.held, to.where, to.rows)
+    integers = (records.table, *sizes, form.groups_per_tile, room, lists, to.rows.shape[2], fetchers)
     arguments: list[np.generic] = [np.uint64(tensor.data_ptr()) for tensor in tensors]
     arguments += [np.int64(asked_oid), np.int64(fetched_oid), *(np.int32(value) for value in integers)]
     function = load_function(_SOURCE, instance_name(form), to.rows.get_device())

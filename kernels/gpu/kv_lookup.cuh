@@ -3,6 +3,7 @@
 #include "select.cuh"
 
 const u64 PREFETCH = 1ull << 39;
+const int STEP = 1;  // a cell of the attach block, as those of select.cuh
 
 struct Lookup {  // cells of the attach block that each look-up needs, read once
   i64* block;

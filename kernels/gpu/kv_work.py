@@ -87,23 +87,51 @@ class Listed(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Records in device memory, of groups that were selected a step ago, in one layer."""
+    """Records in device memory, of the groups that the last steps selected, in one layer.
+
+    There is room for the lists of so many steps and one more, which take turns; a group has one row at most that
+    counts, in the list that named it last. Where several steps named it, its record was brought once.
+    """
 
     listed: Listed
+    """What was selected, and is fetched next."""
     numbers: Tensor
-    """[batch · kv_heads, room] int32: the groups again, -1 where the record was absent."""
+    """[batch · kv_heads, lists · room] int32: of each row the group that it refines, -1 for none."""
+    held: Tensor
+    """[batch · kv_heads, lists · room] int32: of each row the group whose record lies there, -1 for none."""
+    where: Tensor
+    """[batch · kv_heads, groups] int32: a group's last row; it lies there if the row says so."""
     rows: Tensor
-    """[batch · kv_heads, room, slot bytes] uint8: their records."""
+    """[batch · kv_heads, lists · room, slot bytes] uint8: records."""
     places: Tensor
-    """[batch · kv_heads, room] int64: the address of each row."""
+    """[batch · kv_heads, lists · room] int64: the address of each row."""
 
     @classmethod
-    def empty(cls, owners: int, room: int, record_bytes: int, device: torch.device) -> "Fetched":
-        """Room for so many; nothing was fetched."""
-        listed = Listed.empty(owners, room, device)
-        rows = torch.zeros(owners, room, slot_bytes(record_bytes), dtype=torch.uint8, device=device)
-        places = torch.arange(owners * room, device=device).view(owners, room) * rows.shape[2] + rows.data_ptr()
-        return cls(listed, torch.full_like(listed.groups, -1), rows, places)
+    def empty(
+        cls, owners: int, groups: int, room: int, steps: int, record_bytes: int, device: torch.device
+    ) -> "Fetched":
+        """Nothing was fetched.
+
+        Args:
+            owners: batch · kv_heads.
+            groups: of each of them, at most.
+            room: selected groups of a step, at most.
+            steps: so many steps' selections count.
+            record_bytes: of a group.
+            device: of everything.
+        """
+        listed, count = Listed.empty(owners, room, device), (steps + 1) * room
+        numbers = torch.full((owners, count), -1, dtype=torch.int32, device=device)
+        where = torch.zeros(owners, groups, dtype=torch.int32, device=device)
+        rows = torch.zeros(owners, count, slot_bytes(record_bytes), dtype=torch.uint8, device=device)
+        places = torch.arange(owners * count, device=device).view(owners, count) * rows.shape[2] + rows.data_ptr()
+        return cls(listed, numbers, numbers.clone(), where, rows, places)
+
+    def forget(self) -> None:
+        """Let nothing be selected or fetched. Queued on the current stream."""
+        self.listed.counts.zero_()
+        self.numbers.fill_(-1)
+        self.held.fill_(-1)
 
 
 def check_heads(head_dim: int, heads: int, kv_heads: int) -> int:

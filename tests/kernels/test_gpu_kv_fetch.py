@@ -77,13 +77,16 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way
 class Steps:
     """A cache, its records, and the steps that are made with them."""
 
-    def __init__(self, form: KvFormat, group: int, missing: set[int], device: torch.device, path: Way) -> None:
+    def __init__(
+        self, form: KvFormat, group: int, missing: set[int], device: torch.device, path: Way, kept: int = 1
+    ) -> None:
         self.case = make_case(form, 1, group, POSITIONS, TILES, device, seed=3)
         self.side, self.bases, self.where = side_of(self.case, missing, device)
         self.path, self.device = path, device
         self.work = KvWork(form, 2, group, 1, TILES, device, splits=2, refiners=3)
         room = self.work.selected_groups(FRACTION, TILES)
-        self.fetched = Fetched.empty(2, room, form.record_bytes, device)
+        groups = TILES * form.groups_per_tile
+        self.fetched = Fetched.empty(2, groups, room, kept, form.record_bytes, device)
 
     def attend(self) -> torch.Tensor:
         """Attention with what was fetched."""
@@ -109,6 +112,11 @@ class Steps:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return out
+
+    def refining(self, index: int) -> list[int]:
+        """Groups of a sequence that refine the next step."""
+        found: list[int] = sorted(self.fetched.numbers[index][self.fetched.numbers[index] >= 0].tolist())
+        return found
 
     def selected(self, index: int, tiles: int) -> list[int]:
         """Groups that a sequence selects, by definition."""
@@ -137,8 +145,7 @@ def test_a_step_is_refined_by_what_the_one_before_selected(
         assert steps.fetched.listed.groups[index, : len(chosen)].tolist() == chosen
         assert int(steps.fetched.listed.counts[index]) == len(chosen)
         present = [group for group in chosen if steps.oid(index, group) in steps.where]
-        numbers = steps.fetched.numbers[index, : len(chosen)].tolist()
-        assert numbers == [group if group in present else -1 for group in chosen]
+        assert steps.refining(index) == present
         refined = torch.zeros_like(plain.shares, dtype=torch.bool)
         refined[0, present] = True
         exactly = attend_exactly(steps.case, index, refined).output
@@ -196,15 +203,42 @@ def test_a_fenced_session_fetches_nothing(device: torch.device, path: Way) -> No
     assert torch.equal(first, second)
     assert not steps.side.ring.any()
     assert not steps.side.stamps.any()
-    assert (steps.fetched.numbers[0, : int(steps.fetched.listed.counts[0])] == -1).all()
+    assert not steps.refining(0)
     steps.side.close()
 
 
-def test_an_emptied_list_refines_nothing(device: torch.device, path: Way) -> None:
+def test_what_is_forgotten_refines_nothing(device: torch.device, path: Way) -> None:
     form, group = FORMS[0]
     steps = Steps(form, group, set(), device, path)
     first, second = steps.step(), steps.step()
     assert not torch.equal(first, second)
-    steps.fetched.listed.counts.zero_()
+    steps.fetched.forget()
     assert torch.equal(steps.step(), first)
+    steps.side.close()
+
+
+def test_what_some_steps_selected_goes_on_refining(device: torch.device, path: Way) -> None:
+    form, group = FORMS[0]
+    steps = Steps(form, group, {1, 4}, device, path, kept=3)
+    generator = torch.Generator().manual_seed(7)
+    selected: list[list[set[int]]] = []
+    for number in range(6):
+        expected = [set().union(*(one[index] for one in selected[-3:])) for index in range(2)]
+        present = [{g for g in expected[i] if steps.oid(i, g) in steps.where} for i in range(2)]
+        assert [set(steps.refining(i)) for i in range(2)] == present
+        before = int(steps.side.session["kv_lookups"][0])
+        out = steps.step()
+        for index in range(2):
+            refined = torch.zeros_like(attend_exactly(steps.case, index).shares, dtype=torch.bool)
+            refined[0, list(present[index])] = True
+            exactly, plain = attend_exactly(steps.case, index, refined).output, attend_exactly(steps.case, index).output
+            # Up to half of all groups are taken out and put back.
+            assert (out[index] - exactly).norm() < 2 * BOUNDS[path] * (exactly.norm() + (exactly - plain).norm())
+        selected.append([set(steps.selected(index, tiles)) for index, tiles in enumerate((2, 1))])
+        # What lies in a row already, even one that refines no longer, is not looked up.
+        lying = [set().union(*(one[index] for one in selected[-4:-1])) for index in range(2)]
+        now = [(i, g) for i in range(2) for g in selected[-1][i]]
+        fetched = [g for i, g in now if g not in lying[i] or steps.oid(i, g) not in steps.where]
+        assert int(steps.side.session["kv_lookups"][0]) - before == len(fetched), number
+        steps.case.queries.copy_(torch.randn(steps.case.queries.shape, generator=generator))
     steps.side.close()

@@ -1,4 +1,4 @@
-"""Refinement of a low-bit KV cache by groups that the step before selected: nothing of it is waited for.
+"""Refinement of a low-bit KV cache by groups that steps before selected: nothing of it is waited for.
 
 What stands in a layer's way is one launch of attention, of which a few blocks refine from records that are in device
 memory already. All else goes beside: on a lane of its own the layer's shares are ranked, its groups asked for, and the
@@ -8,14 +8,14 @@ Of layer L + 2 the first launch waits for what layer L began beside it, so that 
 first layers' records are fetched at the end of the step before, hence by its step's rules: they are looked up inside
 it, and what lies in device memory afterwards stays, whatever becomes of their slots.
 
-States of a layer's list: empty → *listed* (its step's selection) → *fetched* (its numbers and rows are those of the
-list) → listed anew. :meth:`SelectedBefore.forget` empties all.
+States of a layer's list: empty → *listed* (its step's selection) → *fetched* (its groups refine from their rows) →
+listed anew. What was fetched goes on refining until so many lists came since. :meth:`SelectedBefore.forget` empties
+all.
 """
 
 from fractions import Fraction
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from strataflux.client.runtime.cuda.kv_now import NewToken
@@ -40,7 +40,9 @@ _REFINERS: Final = 4
 class SelectedBefore:
     """Of one sequence. Within a step: :meth:`attend` for each layer in order, then :meth:`join`. One thread."""
 
-    def __init__(self, config: ModelConfig, form: KvFormat, tiles: int, fraction: Fraction, records: KvRecords) -> None:
+    def __init__(
+        self, config: ModelConfig, form: KvFormat, tiles: int, fraction: Fraction, steps: int, records: KvRecords
+    ) -> None:
         """Allocate for sequences of up to ``tiles`` tiles; nothing was selected yet.
 
         Args:
@@ -48,6 +50,7 @@ class SelectedBefore:
             form: of the cache, with refinement.
             tiles: the most in low bits; at least 1.
             fraction: how many groups are selected, above 0.
+            steps: how many steps' selections are refined, 1 or more.
             records: where they are looked up.
         """
         device, owners = records.bases.device, config.kv_heads
@@ -59,8 +62,8 @@ class SelectedBefore:
         # device memory
         self._works = [KvWork(*shape, splits=max(1, splits - _REFINERS), refiners=_REFINERS) for _ in range(_AHEAD)]
         room = self._works[0].selected_groups(fraction, tiles)
-        self._counts = torch.zeros(config.layers, owners, dtype=torch.int32, device=device)
-        self._layers = [self._empty(layer, room, form) for layer in range(config.layers)]
+        sizes = (owners, tiles * form.groups_per_tile, room, steps, form.record_bytes, device)
+        self._layers = [Fetched.empty(*sizes) for _ in range(config.layers)]
         # while a step is queued
         self._due: dict[int, object] = {}
 
@@ -91,9 +94,5 @@ class SelectedBefore:
 
     def forget(self) -> None:
         """Refine nothing in the next step: what was selected or fetched is of another sequence, or may be torn."""
-        self._counts.zero_()
-
-    def _empty(self, layer: int, room: int, form: KvFormat) -> Fetched:
-        counts = self._counts[layer]
-        made = Fetched.empty(counts.shape[0], room, form.record_bytes, counts.device)
-        return made._replace(listed=made.listed._replace(counts=counts))
+        for layer in self._layers:
+            layer.forget()

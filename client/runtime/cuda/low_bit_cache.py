@@ -220,7 +220,7 @@ def _refining(
     config: ModelConfig, form: KvFormat, tiles: int, options: KvOptions, records: KvRecords
 ) -> SelectedNow | SelectedBefore:
     if options.select_lag:
-        return SelectedBefore(config, form, tiles, options.fraction, records)
+        return SelectedBefore(config, form, tiles, options.fraction, options.kept_steps, records)
     return SelectedNow(config, form, tiles, records.bases.device, options.fraction, records)
 
 

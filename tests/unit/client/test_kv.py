@@ -37,9 +37,9 @@ class Setup:
     records: LocalRecords
     blocks: KvBlocks
 
-    def cache(self, context: int = CONTEXT, fraction: Fraction = FRACTION, *, select_lag: int = 0) -> RefinedKVCache:
-        early = self.records if select_lag else None
-        return RefinedKVCache(self.blocks, context, fraction, self.records, 0, early=early)
+    def cache(self, context: int = CONTEXT, fraction: Fraction = FRACTION, *, kept_steps: int = 0) -> RefinedKVCache:
+        early = self.records if kept_steps else None
+        return RefinedKVCache(self.blocks, context, fraction, self.records, 0, 0.0, early, max(1, kept_steps))
 
     def decoder(self, cache: RefinedKVCache | None = None) -> Decoder:
         return Decoder(self.weights, 0, cache=cache or self.cache())
@@ -47,9 +47,8 @@ class Setup:
 
 def make(source: Any, capacity: int = 8, form: KvFormat = FORM, quota: int = 20) -> Setup:
     weights = DecoderWeights.read(source.with_config(context=CONTEXT))
-    records = LocalRecords(
-        quota, weights.config.layers * weights.config.kv_heads * form.groups_per_tile, form.record_bytes
-    )
+    config = weights.config
+    records = LocalRecords(quota, config.layers * config.kv_heads * form.groups_per_tile, form.record_bytes)
     return Setup(weights, records, KvBlocks(weights.config, form, capacity, records))
 
 
@@ -71,14 +70,14 @@ def test_blocks_of_a_context() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fraction", "select_lag"), [(Fraction(0), 0), (FRACTION, 0), (FRACTION, 1), (Fraction(1), 0), (Fraction(1), 1)]
+    ("fraction", "kept_steps"), [(Fraction(0), 0), (FRACTION, 0), (FRACTION, 1), (FRACTION, 3), (Fraction(1), 0)]
 )
-def test_token_by_token_is_many_positions_at_once(setup: Setup, fraction: Fraction, select_lag: int) -> None:
+def test_token_by_token_is_many_positions_at_once(setup: Setup, fraction: Fraction, kept_steps: int) -> None:
     tokens = some_tokens(540)
     dense = DenseKv(setup.weights, prefill(setup.weights, tokens[:400]), FORM)
-    decoder = setup.decoder(setup.cache(fraction=fraction, select_lag=select_lag))
+    decoder = setup.decoder(setup.cache(fraction=fraction, kept_steps=kept_steps))
     decoder.prefill(tokens[:400])
-    right = torch.stack(list(dense.rows(tokens[400:], fraction, 4, select_lag)))
+    right = torch.stack(list(dense.rows(tokens[400:], fraction, 4, kept_steps)))
     torch.testing.assert_close(steps(decoder, tokens[400:]), right, rtol=2e-2, atol=2e-2)
 
 
