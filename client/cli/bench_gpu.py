@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strataflux.client.cli.kv_options import FractionOption, GroupOption, KvOption, RefineKvOption, parse_kv
+from strataflux.client.cli.kv_options import (
+    FractionOption,
+    GroupOption,
+    KvOption,
+    KvSelectOption,
+    RefineKvOption,
+    parse_kv,
+)
 from strataflux.client.cli.options import HotTierOption, JsonOption, parse_cache
 from strataflux.client.cli.output import Output
 from strataflux.client.errors import MisuseError
@@ -40,6 +47,7 @@ def decode(
     refine_kv: RefineKvOption = "4/4",
     group: GroupOption = 4,
     fraction: FractionOption = "1/128",
+    kv_select: KvSelectOption = "step",
     as_json: JsonOption = False,
 ) -> None:
     """Tokens a second of whole decode steps: BF16, gemlite if installed, the base, and the base refined.
@@ -53,7 +61,7 @@ def decode(
     from strataflux.client.runtime.shifted import SHIFTS
 
     output, bases = Output(as_json), _bases(base)
-    options = None if kv is None else parse_kv(kv, refine_kv, group, fraction, False)
+    options = None if kv is None else parse_kv(kv, refine_kv, group, fraction, False, kv_select)
     hot_bytes = 0 if hot_tier is None else _hot_bytes(hot_tier, shape, options, context + tokens)
     long = None if options is None else LongSetup(options, context, bases, tokens, hot_bytes=hot_bytes)
     setup = DecodeSetup(

@@ -25,6 +25,7 @@ from strataflux.client.cli.kv_options import (
     GroupOption,
     KvCacheOption,
     KvOption,
+    KvSelectOption,
     PrenormalizeOption,
     RefineKvOption,
     StartsOption,
@@ -108,6 +109,7 @@ def _command(
     refine_kv: RefineKvOption = "4/4",
     group: GroupOption = 4,
     fraction: FractionOption = "1/128",
+    kv_select: KvSelectOption = "step",
     prenormalize: PrenormalizeOption = False,
     context: _ContextOption = None,
     starts: StartsOption = None,
@@ -145,8 +147,7 @@ def _command(
         _by_method(output, asked, tiers, unfit | {"--starts": starts}, tasks, (task_tokens, task_count, task_seed))
         return
     _refuse_together(_NO_METHOD, {"--sequential": sequential, "--calibration": calibration, "--tasks": tasks})
-    options = None if kv is None else parse_kv(kv, refine_kv, group, fraction, prenormalize)
-    if options is not None:
+    if kv is not None and (options := parse_kv(kv, refine_kv, group, fraction, prenormalize, kv_select)) is not None:
         _refuse_together("--kv", unfit | {"--reference": reference})
         rest = (parse_starts(starts), parse_miss(miss), kv_oracle, kv_cache or _KV_CACHE, runtime_dir, read_ahead)
         _low_bit_kv(output, KvCommand(folder, text, options, context or _KV_CONTEXT, windows, *rest), kv_cache)

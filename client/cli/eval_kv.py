@@ -175,6 +175,7 @@ def _settings(command: KvCommand, windows: int) -> dict[str, object]:
         "group": options.group_tokens,
         "fraction": str(options.fraction),
         "prenormalize": options.prenormalize,
+        "select": f"before:{options.kept_steps}" if options.select_lag else "step",
         "context": command.context,
         "windows": windows,
         "tokens": scored_tokens(command.context),

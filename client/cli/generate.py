@@ -11,6 +11,7 @@ from strataflux.client.cli.kv_options import (
     FractionOption,
     GroupOption,
     KvOption,
+    KvSelectOption,
     PrenormalizeOption,
     RefineKvOption,
     parse_kv,
@@ -71,6 +72,7 @@ def _command(
     refine_kv: RefineKvOption = "4/4",
     group: GroupOption = 4,
     fraction: FractionOption = "1/128",
+    kv_select: KvSelectOption = "step",
     prenormalize: PrenormalizeOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -87,7 +89,7 @@ def _command(
         raise MisuseError("--platform", repr(platform), "unified or dedicated", "choose one")
     output = Output(as_json)
     sampling, policy = Sampling(temperature, top_p, seed), parse_miss(miss)
-    cache = None if kv is None else parse_kv(kv, refine_kv, group, fraction, prenormalize)
+    cache = None if kv is None else parse_kv(kv, refine_kv, group, fraction, prenormalize, kv_select)
     prepared = open_prepared(folder)
     text = _Text(prepared.tokenizer(), prompt, max_tokens, prepared.config.context, as_json)
     if device == "cuda":

@@ -16,6 +16,7 @@ __all__ = [
     "GroupOption",
     "KvCacheOption",
     "KvOption",
+    "KvSelectOption",
     "PrenormalizeOption",
     "RefineKvOption",
     "StartsOption",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 _WIDTHS: Final = re.compile(r"(\d)/(\d)")
+_SELECT: Final = re.compile(r"step|(before)(?::(\d{1,4}))?")
 
 KvOption = Annotated[
     str | None,
@@ -42,6 +44,12 @@ RefineKvOption = Annotated[
 ]
 GroupOption = Annotated[int, typer.Option("--group", help="Tokens of a group that is refined together.")]
 FractionOption = Annotated[str, typer.Option("--fraction", help="Share of a KV head's groups refined at each step.")]
+KvSelectOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-select", help="Refine what a step selects: step; or what the last one did, or some: before[:4]."
+    ),
+]
 KvCacheOption = Annotated[
     str | None,
     typer.Option("--kv-cache", help="RAM for KV records: bytes, or % of all of a window.", show_default="10%"),
@@ -59,7 +67,9 @@ PrenormalizeOption = Annotated[
 ]
 
 
-def parse_kv(kv: str, refine: str, group: int, fraction: str, prenormalize: bool) -> "KvOptions | None":
+def parse_kv(
+    kv: str, refine: str, group: int, fraction: str, prenormalize: bool, select: str = "step"
+) -> "KvOptions | None":
     """``--kv`` and what belongs to it; None for ``off``.
 
     Raises:
@@ -75,7 +85,17 @@ def parse_kv(kv: str, refine: str, group: int, fraction: str, prenormalize: bool
     fine = _widths("--refine-kv", refine, REFINE_BITS)
     if group not in GROUP_TOKENS:
         raise MisuseError("--group", f"{group}", f"one of {', '.join(map(str, GROUP_TOKENS))} tokens", "change it")
-    return KvOptions(*resident, *fine, group, parse_fraction(fraction), prenormalize)
+    widths = (*resident, *fine, group)
+    return KvOptions(*widths, parse_fraction(fraction), prenormalize, *_parse_select(select))
+
+
+def _parse_select(text: str) -> tuple[int, int]:
+    """Lag and kept steps of ``--kv-select``."""
+    match = _SELECT.fullmatch(text)
+    if match is None:
+        expected = "step, before, or before:STEPS such as before:4"
+        raise MisuseError("--kv-select", repr(text), expected, "write --kv-select before")
+    return int(match[1] is not None), int(match[2] or 1)
 
 
 def _widths(option: str, text: str, allowed: tuple[int, ...]) -> tuple[int, int]:

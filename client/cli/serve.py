@@ -9,6 +9,7 @@ from strataflux.client.cli.kv_options import (
     FractionOption,
     GroupOption,
     KvOption,
+    KvSelectOption,
     PrenormalizeOption,
     RefineKvOption,
     parse_kv,
@@ -82,6 +83,7 @@ def _command(
     refine_kv: RefineKvOption = "4/4",
     group: GroupOption = 4,
     fraction: FractionOption = "1/128",
+    kv_select: KvSelectOption = "step",
     prenormalize: PrenormalizeOption = False,
     runtime_dir: RuntimeDirOption = None,
     require_daemon: _RequireOption = False,
@@ -97,7 +99,7 @@ def _command(
     from strataflux.client.prepare.prepared import open_prepared
     from strataflux.client.serve.model import ModelOptions
 
-    options = None if kv is None else parse_kv(kv, refine_kv, group, fraction, prenormalize)
+    options = None if kv is None else parse_kv(kv, refine_kv, group, fraction, prenormalize, kv_select)
     policy, key = parse_miss(miss), _read_key(api_key_file)
     prepared = open_prepared(folder)
     positions = _positions(prepared, context)
