@@ -219,7 +219,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tasks", default="retrieval")
     parser.add_argument("--task-tokens", type=int, default=1024)
     parser.add_argument("--task-count", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--chat", action="store_true", help="ask by the model's chat template")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further method after so long")

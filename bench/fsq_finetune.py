@@ -28,7 +28,7 @@ from strataflux.client.evaluate.dense import dense_reference
 from strataflux.client.evaluate.methods.fsq import InMemory
 from strataflux.client.evaluate.text import python_prose, read_text
 from strataflux.client.prepare.fsq import FsqSettings, code_bytes, convert
-from strataflux.client.prepare.fsq_file import FsqAbout, save_codes, weights_digest
+from strataflux.client.prepare.fsq_file import FsqAbout, load_codes, read_about, save_codes, weights_digest
 from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings
 from strataflux.client.prepare.fsq_tune_model import FrozenModel, write_more
 from strataflux.client.prepare.fsq_tune_text import Course, hold_out, overlapping
@@ -63,10 +63,14 @@ def main() -> None:
     for variant, seconds in zip(options.variants, limits, strict=True):
         ratio, levels, bound = variant.split(":")
         settings = FsqSettings(code_bytes(weights.config, float(ratio)), int(levels), bound)
-        codes = [made.layer for made in convert(InMemory(weights), given, settings, device)]
         row = {"variant": variant, "nbytes": settings.nbytes, "train_tokens": len(train)}
         row |= {"own_tokens": options.own * options.length}
-        put({**row, "row": "converted", **divergence(weights, codes, references)})
+        if options.start:
+            saved = load_codes(options.start, weights.config, digest).to(device)
+            codes, row["seconds_before"] = list(saved.layers), saved.about.tuned_seconds
+        else:
+            codes = [made.layer for made in convert(InMemory(weights), given, settings, device)]
+        put({**row, "row": "saved" if options.start else "converted", **divergence(weights, codes, references)})
         best = best_rate(trainer, row, codes)
         path = options.save and options.save / f"{variant.replace(':', '-')}.safetensors"
         done = trainer.run(codes, best, seconds, settings, path)
@@ -86,7 +90,7 @@ def best_rate(trainer: "Trainer", row: dict[str, object], codes: list[FsqLayer])
 def sequences(options: argparse.Namespace, model: FrozenModel, text: torch.Tensor) -> torch.Tensor:
     """What is trained on [count, length]: the text, each token ``--times``, and the model's own."""
     began = time.monotonic()
-    own = write_more(model, text, options.own, options.length, options.own_prompt, options.own_batch)
+    own = write_more(model, text, options.own, options.length, options.own_prompt, options.own_batch, options.seed)
     made = torch.cat((overlapping(text, options.length, options.times), own))
     print(f"{made.shape[0]} sequences in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
     return made
@@ -131,7 +135,7 @@ class Trainer:
                 self.keep(tuning, made, path)
                 kept = time.monotonic()
 
-        tuning.run(self.course.batches(options.batch, 0), say)
+        tuning.run(self.course.batches(options.batch, options.seed), say)
         if made is not None and path is not None:
             self.keep(tuning, made, path)
         return tuning
@@ -139,7 +143,8 @@ class Trainer:
     def keep(self, done: FsqTuning, made: FsqSettings, path: Path) -> None:
         found = (done.held_out_before, done.held_out_loss)
         about = FsqAbout(made.nbytes, made.levels, made.bound, "original", self.digest)
-        save_codes(path, done.result(), replace(about, tuned_seconds=done.seconds, held_out=found))
+        before = read_about(self.options.start).tuned_seconds if self.options.start else 0.0
+        save_codes(path, done.result(), replace(about, tuned_seconds=before + done.seconds, held_out=found))
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
@@ -149,6 +154,7 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--times", type=int, default=2, help="sequences that a token of these texts is in")
     parser.add_argument("--own", type=int, default=0, help="sequences that the model writes")
     parser.add_argument("--own-batch", type=int, default=2048, help="of them at once")
+    parser.add_argument("--seed", type=int, default=0, help="of what it writes, and of the order")
     parser.add_argument("--own-prompt", type=int, default=128, help="tokens of a text that each of them begins with")
 
 
@@ -179,6 +185,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--check", type=int, default=20, help="steps between looks at held-out text")
     add_text_options(parser)
     parser.add_argument("--recompute", action="store_true", help="less memory, a quarter more time")
+    parser.add_argument("--start", type=Path, help="saved codes to go on with, of the one variant")
     parser.add_argument("--save", type=Path, help="a folder for trained codes")
     return parser.parse_args()
 

@@ -133,7 +133,7 @@ def trained(
             keep()
             kept = time.monotonic()
 
-    tuning.run(course.batches(options.batch, 1), say)
+    tuning.run(course.batches(options.batch, options.seed), say)
     keep()
     found = {"before": tuning.held_out_before, "after": tuning.held_out_loss}
     put({"row": "training", "rate": options.rate, "steps": tuning.step, "seconds": tuning.seconds, "held_out": found})

@@ -152,12 +152,14 @@ def continue_text(model: FrozenModel, prompts: Tensor, length: int, seed: int) -
     return text
 
 
-def write_more(model: FrozenModel, text: Tensor, count: int, length: int, prompt: int, at_once: int) -> Tensor:
+def write_more(
+    model: FrozenModel, text: Tensor, count: int, length: int, prompt: int, at_once: int, seed: int = 0
+) -> Tensor:
     """``count`` sequences [count, length] that begin with ``prompt`` tokens from random places of ``text`` [n] and go
-    on as the model does, ``at_once`` of them at a time; always the same.
+    on as the model does, ``at_once`` of them at a time; a seed draws always the same.
     """
     made = [text.new_empty(0, length)]
-    for number, start in enumerate(range(0, count, at_once)):
+    for number, start in enumerate(range(0, count, at_once), seed * 1_000_003):
         random = torch.Generator().manual_seed(number)
         places = torch.randint(0, text.shape[0] - prompt + 1, (min(at_once, count - start),), generator=random)
         made.append(
