@@ -126,6 +126,26 @@ def test_a_step_that_was_cut_off_is_run_again_unrefined(
         assert model.steps == 1
 
 
+def test_a_step_that_was_cut_off_is_run_again_in_layers_with_windows(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, tiny_source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windowed = prepare(tiny_source.with_config(windows=(2, 0)), tmp_path / "windowed", PrepareSettings())
+    base = unrefined(windowed)
+    serving = FakeDaemon(tmp_path_factory.mktemp("f"), [open_store(windowed.store)], ring_log2=14)
+    with serving as fake, attach(windowed, fake) as model:
+        plain = model._decoder.step
+
+        def step(token: int) -> Tensor:
+            logits = plain(token)
+            if token == TOKENS[3]:  # its position took the row of one that left the window
+                fake.fence()
+            return logits
+
+        monkeypatch.setattr(model._decoder, "step", step)
+        assert all(torch.equal(model.step(token), y) for token, y in zip(TOKENS, base, strict=True))
+        assert model.stats().steps_invalid == 1
+
+
 def test_a_daemon_that_dies_costs_refinement_of_what_was_absent_only(
     prepared: PreparedModel, daemon: FakeDaemon
 ) -> None:

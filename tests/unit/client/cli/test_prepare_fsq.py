@@ -67,7 +67,9 @@ def test_training_is_never_worse_on_held_out_text(tmp_path: Path, tiny_gguf: Pat
     (texts / "a.txt").write_text(prose.read_text())
     (texts / "deep" / "b.md").write_text(prose.read_text() * 5)
     (texts / "c.bin").write_bytes(b"\xff\xfe\xfd")
-    said = run(*words(tiny_gguf, tmp_path / "out", prose, "--fsq", "16x", "--tune", 0.02, "--text", texts))
+    said = run(
+        *words(tiny_gguf, tmp_path / "out", prose, "--base", "nf4", "--fsq", "16x", "--tune", 0.02, "--text", texts)
+    )
     assert said.code == 0, said.err
     told = said.json()["codes"]["16x"]
     before, after = told["held_out_kl"]
