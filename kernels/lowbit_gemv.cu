@@ -6,30 +6,6 @@
 // sums are float32.
 #include "lowbit_codes.cuh"
 
-// Nibbles as a byte permutation takes them: of four bits, three that choose a byte, and from which half of a table.
-struct Picks { u32 entry, half; };
-template <int BITS>
-__device__ __forceinline__ Picks picks(u32 codes) {
-  if (BITS < 4) return {codes, 0};
-  return {codes & 0x77777777u, (codes >> 1 & 0x44444444u) | 0x32103210u};
-}
-
-// Four bytes of a table of 2^BITS bytes, chosen by the four nibbles of the picks' low halves.
-template <int BITS>
-__device__ __forceinline__ u32 choose(const u32* table, Picks by) {
-  if (BITS == 2) return __byte_perm(table[0], 0, by.entry);
-  if (BITS == 3) return __byte_perm(table[0], table[1], by.entry);
-  return __byte_perm(__byte_perm(table[0], table[1], by.entry), __byte_perm(table[2], table[3], by.entry), by.half);
-}
-
-// Codebook values of four codes of one row: low bytes from the table's first half, high bytes from its second.
-template <int BITS>
-__device__ __forceinline__ void look_up(u32& first, u32& second, const u32* table, Picks by) {
-  u32 low = choose<BITS>(table, by), high = choose<BITS>(table + (1 << BITS) / 4, by);
-  first = __byte_perm(low, high, 0x5140u);
-  second = __byte_perm(low, high, 0x7362u);
-}
-
 // Of codebooks of 16 values one row in two is looked up in shared memory instead, two values at once: permutations alone
 // would take as long as the weights take to come. All pairs of rows 8 … 15 of each tile.
 template <int TILES, int THREADS>

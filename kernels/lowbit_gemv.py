@@ -85,7 +85,7 @@ class Plan(NamedTuple):
 
 
 class StreamPlan(NamedTuple):
-    """How the fast path streams scaled weights for one input: warps that share a block's strips, strips in each warp's
+    """How the fast path streams weights for one input: warps that share a block's strips, strips in each warp's
     ring, blocks a multiprocessor; ``early`` and ``ahead`` as of :class:`Plan`.
     """
 

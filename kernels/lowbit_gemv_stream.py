@@ -1,4 +1,4 @@
-"""The fast path of :mod:`strataflux.kernels.lowbit_gemv` for one input and scaled weights (lowbit_gemv_stream.cu).
+"""The fast path of :mod:`strataflux.kernels.lowbit_gemv` for one input (lowbit_gemv_stream.cu).
 
 That module gives the formula, the bytes and the reference. Here weights come through rings in shared memory, which are
 filled before the kernel before has ended: few registers are held, so the blocks of two launches, and those of errands,
@@ -26,17 +26,22 @@ _PIECE: Final = 16
 
 def stream_instance(weights: LowbitWeights, plan: StreamPlan, *, add: bool, beside: bool = False) -> str:
     """The C++ template instance that a product with this plan runs, with errands beside it or without."""
-    numbers = weights.bits, STRIP // weights.group, plan.warps, plan.stages, int(add), int(beside)
+    numbers = weights.bits, _groups(weights), plan.warps, plan.stages, int(add), int(beside)
     return f"lowbit_stream<{','.join(map(str, numbers))}>"
+
+
+def _groups(weights: LowbitWeights) -> int:
+    return STRIP // weights.group if weights.group else 0
 
 
 def shared_bytes(weights: LowbitWeights, plan: StreamPlan, blocks: int) -> int:
     """Shared memory of a block where so many share the product: rings, the input, and sums that wait for the end."""
     tiles, strips = weights.words.shape[:2]
-    stage = 32 * weights.bits + 4 * (STRIP // weights.group)
+    stage = 32 * weights.bits + 4 * _groups(weights)
+    ring = plan.stages * stage + (0 if weights.group else (plan.stages + 1) * (2 << weights.bits))
     sums = -(-tiles // blocks) * plan.warps * _PIECE * 4
     scratch = 4 * (256 + 8 * 32 * plan.warps)  # what errands take
-    return max(scratch, _PIECE * (plan.warps * plan.stages * stage + 32 * strips) + sums)
+    return max(scratch, _PIECE * (plan.warps * ring + 32 * strips) + sums)
 
 
 def gemv_stream(
@@ -45,13 +50,13 @@ def gemv_stream(
     """``y = w x`` or ``y += w x``; operands as :func:`~strataflux.kernels.lowbit_gemv.gemv` has checked them.
 
     Raises:
-        ValueError: a plan for other weights or more inputs than these.
+        ValueError: a plan for fewer inputs or more strips than these.
     """
     tiles, strips = weights.words.shape[:2]
-    if not weights.group or x.shape[0] != 1 or plan.warps > strips:
+    if x.shape[0] != 1 or plan.warps > strips:
         raise ValueError(
-            f"{plan} for a group of {weights.group}, a batch of {x.shape[0]} and {strips} strips: streams are for "
-            "scaled weights, one input and no more warps than strips"
+            f"{plan} for a batch of {x.shape[0]} and {strips} strips: streams are for one input and no more warps than "
+            "strips"
         )
     device, threads = x.get_device(), 32 * plan.warps
     blocks = min(tiles, multiprocessors(device) * plan.share)

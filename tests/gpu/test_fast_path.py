@@ -55,10 +55,13 @@ def test_fast_path_is_the_reference(
 @pytest.mark.parametrize(
     "plan", [StreamPlan(), StreamPlan(4, 6, 2, ahead=9), StreamPlan(16, 2), StreamPlan(2, 1, early=False)]
 )
+@pytest.mark.parametrize("kind", ["scaled", "codebook"])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize(("rows", "inputs"), [(1000, 4160), (129, 4096), (4096, 14336)])
-def test_streams_are_the_reference_with_errands_or_without(rows: int, inputs: int, bits: int, plan: StreamPlan) -> None:
-    packed = weights("scaled", bits, rows, inputs)
+def test_streams_are_the_reference_with_errands_or_without(
+    rows: int, inputs: int, bits: int, kind: str, plan: StreamPlan
+) -> None:
+    packed = weights(kind, bits, rows, inputs)
     x = torch.randn(1, inputs).half().cuda()
     expected = gemv_reference(packed, x)
     staging, records = Staging(20, 1024, 2000, x.device), torch.randint(0, 99, (20, 512), dtype=torch.int32).cuda()
