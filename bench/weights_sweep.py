@@ -30,6 +30,7 @@ from strataflux.client.prepare.bases.awq import AwqSettings, quantize_awq
 from strataflux.client.prepare.bases.descent import block_descent
 from strataflux.client.prepare.bases.lnq import DAMPING, BlockDescent, quantize_lnq
 from strataflux.client.prepare.bases.matrices import CodebookCodes, QuantizedMatrix, power_cost, round_groups
+from strataflux.client.prepare.bases.nf4 import Nf4Settings, quantize_nf4
 from strataflux.client.prepare.bases.sqllm import quantize_sqllm
 from strataflux.client.prepare.calibrate import Calibration, calibration_windows, walk_back, walk_forward
 from strataflux.client.prepare.fit_layer import FitRun, fit_layer
@@ -38,6 +39,7 @@ from strataflux.client.prepare.states import StateFolder
 from strataflux.client.prepare.statistics import LayerStatistics, row_groups
 from strataflux.client.runtime.models import SETS, DecoderWeights, LayerWeights, ModelConfig, WeightSource
 from strataflux.client.schemes import BUNDLES
+from strataflux.kernels.nf4 import NF4_BITS
 from strataflux.kernels.residual import round_residual
 
 # The rtn base's search; its module is compiled, so its settings stand here, and a test compares them.
@@ -96,7 +98,7 @@ class Variant:
 
     @property
     def needs(self) -> str:
-        return {"rtn": "nothing", "awq": "inputs"}.get(self.base, "gradients")
+        return {"rtn": "nothing", "nf4": "nothing", "awq": "inputs"}.get(self.base, "gradients")
 
 
 @dataclass
@@ -151,6 +153,10 @@ class Quantizer:
                 model.add(index, made.exact, made.matrices)
             elif variant.base == "rtn":
                 model.add(index, layer, {name: _rounded(variant, layer, name) for name in SETS})
+            elif variant.base == "nf4":
+                normal = Nf4Settings(group=variant.group)
+                made_of = {name: quantize_nf4(name, layer.projections[name], normal) for name in SETS}
+                model.add(index, layer, made_of)
             else:
                 # All codebooks of so many bits begin with these.
                 if variant.bits not in starts:
@@ -279,7 +285,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--calibration", default="python", help="python (its own help), rest (of the text), or a file")
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--bases", nargs="+", default=["rtn", "awq", "sqllm", "lnq"])
+    parser.add_argument("--bases", nargs="+", default=["rtn", "awq", "sqllm", "lnq", "nf4"])
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--groups", type=int, nargs="+", default=[64])
     parser.add_argument("--guides", type=int, nargs="+", default=[1, GUIDES])
@@ -296,7 +302,7 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
     for bits in arguments.bits:
         for base in arguments.bases:
             # With a scale a group, two bits are too few to begin with.
-            if base in ("rtn", "awq") and bits > 2:
+            if (base in ("rtn", "awq") and bits > 2) or (base == "nf4" and bits == NF4_BITS):
                 found += [Variant(base, bits, group) for group in arguments.groups]
             elif base == "sqllm":
                 found.append(Variant(base, bits))

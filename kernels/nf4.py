@@ -5,15 +5,13 @@ group. The table is QLoRA's (Dettmers et al. 2023, appendix E): quantiles of a n
 seven below, each side evenly spaced in probability from the median to 0.9677083, over the largest one; zero is exact.
 
 Bytes. Codes are packed as those of :mod:`strataflux.kernels.lowbit`, scales are float16. QLoRA's own code keeps scales
-in float32, or rounds them again to 8 bits.
+in float32, or rounds them again to 8 bits. Nothing here is compiled.
 """
 
 from typing import Final
 
 import torch
 from torch import Tensor
-
-from strataflux.kernels.lowbit import unpack_codes
 
 __all__ = ["NF4", "NF4_BITS", "dequantize_nf4"]
 
@@ -40,11 +38,11 @@ NF4: Final = (
 """What each code stands for, ascending; numbers that float32 holds."""
 
 
-def dequantize_nf4(packed: Tensor, scales: Tensor, group: int) -> Tensor:
-    """Float32 weights [rows, inputs] of packed codes.
+def dequantize_nf4(codes: Tensor, scales: Tensor, group: int) -> Tensor:
+    """Float32 weights [rows, inputs], on the device of the codes.
 
     Args:
-        packed: [rows, inputs / 2] uint8.
+        codes: [rows, inputs] uint8, one a byte.
         scales: [rows, inputs / group] float16.
         group: inputs that share a scale.
 
@@ -52,6 +50,7 @@ def dequantize_nf4(packed: Tensor, scales: Tensor, group: int) -> Tensor:
         ValueError: the shapes contradict each other.
     """
     rows, groups = scales.shape
-    codes = unpack_codes(packed, NF4_BITS, groups * group).view(rows, groups, group)
-    weights = torch.tensor(NF4)[codes.long()] * scales.float()[..., None]
-    return weights.view(rows, groups * group)
+    if codes.shape != (rows, groups * group):
+        raise ValueError(f"codes {list(codes.shape)} and scales {list(scales.shape)} of groups of {group}")
+    values = torch.tensor(NF4, device=codes.device)[codes.view(rows, groups, group).long()]
+    return (values * scales.float()[..., None]).view(codes.shape)

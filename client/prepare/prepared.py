@@ -29,7 +29,7 @@ from strataflux.client.prepare.tensor_file import TensorDigest, TensorShape
 from strataflux.client.runtime.models import SETS, LayerWeights, ModelConfig, ModelConfigError
 from strataflux.client.schemes import BUNDLES, STORED_SETS, Scheme, section_of, stored_budgets, stored_schemes
 from strataflux.kernels.codebook import dequantize_codebook
-from strataflux.kernels.lowbit import dequantize, packed_bytes
+from strataflux.kernels.lowbit import dequantize, packed_bytes, unpack_codes
 from strataflux.kernels.nf4 import dequantize_nf4
 from strataflux.proto.store_format import SectionSpec, identity_digest
 
@@ -235,7 +235,8 @@ class PreparedModel:
             return dequantize_codebook(packed["planes"], packed["codebook"])
         bits, group = self.manifest.bits, self.manifest.group
         if "zeros" not in packed:
-            return dequantize_nf4(packed["codes"], packed["scales"], group)
+            codes = unpack_codes(packed["codes"], bits, self.config.set_shape(set_name)[1])
+            return dequantize_nf4(codes, packed["scales"], group)
         return dequantize(packed["codes"], packed["scales"], packed["zeros"], bits, group)
 
     def _tensor(self, name: str) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from strataflux.client.prepare.errors import DamagedModel
-from strataflux.kernels.nf4 import NF4, NF4_BITS
+from strataflux.kernels.nf4 import NF4_BITS, dequantize_nf4
 
 __all__ = [
     "CodebookCodes",
@@ -102,8 +102,7 @@ class NormalFloatCodes:
 
     def dequantized(self) -> Tensor:
         """[outputs, inputs] float32."""
-        values = torch.tensor(NF4, device=self.codes.device)[self.codes.long()].view(*self.scales.shape, self.group)
-        return (values * self.scales.float()[..., None]).view(self.codes.shape)
+        return dequantize_nf4(self.codes, self.scales, self.group)
 
     @property
     def bits_per_weight(self) -> float:

@@ -60,6 +60,18 @@ def test_every_base_and_its_table(tmp_path: Path, parts: list[Path]) -> None:
     assert "| - |" not in table
 
 
+def test_normal_floats_have_four_bits_and_no_other(tmp_path: Path, parts: list[Path]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("he went to the sea, and there he saw a ship; it was gone when he was back. " * 20)
+    small = ("--windows", 1, "--window", 48, "--sequences", 4, "--length", 64, "--calibration", "rest")
+    words = ("--bases", "nf4", "--bits", 3, 4, "--k", 32, "--no-fit", "--no-shifts")
+    said = run("weights_sweep.py", "--model", *parts, "--text", text, *small, *words)
+    rows = [json.loads(line) for line in said.splitlines()]
+    assert {(row["base"], row["bits"], row["bits_per_weight"]) for row in rows} == {("nf4", 4, 4.25)}
+    kl = {row["k"]: row["kl"] for row in rows if row["mlp"] == "channels"}
+    assert 0 < kl[1024] < 0.2 * kl[0]
+
+
 def test_its_rounding_is_the_base_that_is_prepared() -> None:
     script = runpy.run_path(str(BENCH / "weights_sweep.py"))
     assert script["RTN_EXPONENT"] == EXPONENT
