@@ -75,6 +75,8 @@ class Explanation:
     """Fast memory by what it holds: codes, scales, embeddings, refinement scales, norms."""
     kv_bytes_a_token: int
     """Of an exact cache in float16; beside ``fast_bytes``."""
+    kv_window_bytes: int
+    """Likewise, of all that is in the windows of layers that have one; no context makes that grow."""
     cpu_bytes: int
     """What a CPU holds instead of ``fast_bytes``: it expands weights to float32."""
     cache_bytes: int
@@ -195,6 +197,7 @@ def _explain(config: ModelConfig, form: _Form, k: int | Mapping[str, int], cache
     weights = config.layers * sum(math.prod(config.set_shape(name)) for name in SETS)
     resident = 8 * (fast["codes"] + fast["scales"]) / weights
     embeddings = fast["embeddings"] // 2
+    kv_bytes = 2 * 2 * config.kv_heads * config.head_dim
     return Explanation(
         architecture=config.architecture,
         layers=config.layers,
@@ -204,7 +207,8 @@ def _explain(config: ModelConfig, form: _Form, k: int | Mapping[str, int], cache
         group=form.group,
         mlp=form.mlp,
         fast_bytes=fast,
-        kv_bytes_a_token=2 * 2 * config.layers * config.kv_heads * config.head_dim,
+        kv_bytes_a_token=len(config.whole) * kv_bytes,
+        kv_window_bytes=sum(config.windows) * kv_bytes,
         cpu_bytes=4 * (weights + embeddings),
         cache_bytes=cache,
         cache_share=cache / slots,

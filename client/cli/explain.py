@@ -154,7 +154,7 @@ def _show(output: Output, found: "Explanation", machine: "Machine", verdicts: "l
     token = found.token
     output.print(
         f"\nFast memory: {parts};\n"
-        f"beside it {size_text(found.kv_bytes_a_token)} of KV cache for each token of context, exact in float16.\n"
+        f"beside it {_kv(found)}, exact in float16.\n"
         f"A token looks {token.records:,} records up, {size_text(token.record_bytes)} in all. With this cache about "
         f"{1 - found.expected_hit_rate:.0%} miss: {found.misses_a_token:,.0f} reads, "
         f"{size_text(token.disk_bytes * (1 - found.expected_hit_rate))} of the disk\n"
@@ -169,6 +169,13 @@ def _show(output: Output, found: "Explanation", machine: "Machine", verdicts: "l
         how = "past the page cache" if disk.direct else "through the page cache: perhaps the speed of memory"
         times = f"{disk.median_seconds * 1e3:.2f} ms in the middle, 99 of 100 within {disk.slow_seconds * 1e3:.2f} ms"
         output.print(f"  its reads took {times}; {how}")
+
+
+def _kv(found: "Explanation") -> str:
+    from strataflux.client.explain import size_text
+
+    text = f"{size_text(found.kv_bytes_a_token)} of KV cache for each token of context"
+    return f"{text} and {size_text(found.kv_window_bytes)} in windows" if found.kv_window_bytes else text
 
 
 def _tiers(found: "Explanation") -> Table:

@@ -53,6 +53,15 @@ def test_other_bases_can_be_told_without_text(base: str, bits: int, group: int, 
     assert told.fast_bytes["codes"] == told.weights * bits // 8
 
 
+def test_layers_with_windows_keep_no_more_than_those(tiny_source: TinySource) -> None:
+    told = [
+        explain_model(one.config, PrepareSettings(), None)
+        for one in (tiny_source, tiny_source.with_config(windows=(0, 9)))
+    ]
+    assert (told[0].kv_bytes_a_token, told[0].kv_window_bytes) == (2 * 128, 0)
+    assert (told[1].kv_bytes_a_token, told[1].kv_window_bytes) == (128, 9 * 128)
+
+
 def test_budgets_and_cache_change_what_a_token_asks(tiny_source: TinySource) -> None:
     told = [explain_model(tiny_source.config, PrepareSettings(k=k), 1 << 16) for k in (16, 32)]
     assert told[1].token.records > told[0].token.records

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from strataflux.client.errors import MisuseError
 from strataflux.client.prepare.source import open_source
+from strataflux.client.runtime.block import attend_newest
 from strataflux.client.runtime.cache import ExactCache, ExactLayer, require_all_seen
 from strataflux.client.runtime.decoder import Decoder
 from strataflux.client.runtime.forward import forward_text
@@ -126,3 +129,32 @@ def test_configurations_with_windows_survive_json(tiny_source: Any) -> None:
     for wrong in ((1,), (0, 0), (4, -1)):
         with pytest.raises(ModelConfigError, match="windows"):
             tiny_source.with_config(windows=wrong)
+
+
+@settings(deadline=None)
+@given(
+    window=st.integers(1, 6),
+    words=st.lists(st.tuples(st.sampled_from(["step", "chunk", "back"]), st.integers(1, 9)), max_size=12),
+)
+def test_a_layer_sees_what_the_whole_history_says(window: int, words: list[tuple[str, int]]) -> None:
+    config = ModelConfig(9, 8, 8, 1, 4, 2, 4, 200, 1e4, 1e-5, True)
+    layer, random = ExactLayer(config, 200, window), torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(heads, 200, 4, generator=random) for heads in (4, 2, 2))
+    whole = attend_newest(queries[None], keys[None], values[None], window)[0]
+    held, advanced = 0, False
+    for word, count in words:
+        new = slice(held, held + (1 if word == "step" else count))
+        if word == "step":
+            found = layer.attend(held, queries[:, held], keys[:, held], values[:, held])
+            torch.testing.assert_close(found.view(4, 4), whole[:, held])
+        elif word == "chunk":
+            mixed = layer.extend(held, *(part[None, :, new] for part in (queries, keys, values)))
+            torch.testing.assert_close(mixed[0], whole[:, new])
+        else:
+            new = slice(0, max(0, held - count))
+            try:
+                layer.truncate(new.stop)
+            except MisuseError:
+                assert count > 1 or not advanced  # the newest step can be taken back
+                continue
+        held, advanced = new.stop, word != "back"
