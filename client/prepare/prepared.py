@@ -340,6 +340,9 @@ def _read_manifest(path: Path) -> Manifest:
         )
         if manifest.digest != value["identity_digest"]:
             raise InputError(path, f"identity {manifest.digest[:12]}…", f"{value['identity_digest']}", _REMEDY)
+        quantizer = manifest.identity["quantizer"]["name"]
+        if manifest.base != quantizer:
+            raise InputError(path, f"base {manifest.base!r} of a {quantizer!r} quantizer", "one and the same", _REMEDY)
         sets = tuple(manifest.identity["layout"]["sets"])
         if manifest.mlp_scheme not in stored_schemes(sets) or sets not in STORED_SETS.values():
             found = f"MLP scheme {manifest.mlp_scheme!r} beside records of {', '.join(sets)}"

@@ -10,6 +10,7 @@ from torch.nn.functional import rms_norm
 
 from strataflux.client.errors import InputError, MisuseError
 from strataflux.client.prepare.bases.awq import AwqSettings
+from strataflux.client.prepare.bases.nf4 import Nf4Settings
 from strataflux.client.prepare.bases.rtn import RtnSettings
 from strataflux.client.prepare.bases.sqllm import SqllmSettings
 from strataflux.client.prepare.fit import SelectionMoments, fitted_values
@@ -44,8 +45,9 @@ def content(folder: Path) -> dict[str, bytes]:
         FITTED,
         replace(FITTED, base=AwqSettings(3, 64), mlp="channels"),
         replace(FITTED, base=SqllmSettings(3), fit=FitSettings(1.0), mlp="bundles", ladder=()),
+        replace(FITTED, base=Nf4Settings(), mlp="channels", ladder=()),
     ],
-    ids=["rtn-both", "awq-channels", "sqllm-bundles"],
+    ids=["rtn-both", "awq-channels", "sqllm-bundles", "nf4-channels"],
 )
 def test_it_is_as_if_prepared_with_those_budgets(tmp_path: Path, tiny_source: Any, settings: PrepareSettings) -> None:
     budgets = NEURONS if settings.mlp == "bundles" else BUDGETS

@@ -112,6 +112,8 @@ def edit_manifest(folder: Path, **changes: Any) -> None:
         ({"config": {}}, "missing or unknown fields"),
         ({"bits": 4}, "codes"),
         ({"bits": "3"}, "bits '3'"),
+        ({"base": "nf4"}, "bits 3; expected 2, 3 or 4, and 4 for nf4"),
+        ({"base": "nf4", "bits": 4}, "base 'nf4' of a 'rtn' quantizer"),
         ({"group": -1}, "group -1"),
         ({"k": {"qkv": 8}}, "k {'qkv': 8}"),
         ({"k": dict.fromkeys(SETS, 2000)}, "0 to 1024"),
