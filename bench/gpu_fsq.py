@@ -36,6 +36,7 @@ from strataflux.kernels.gpu.fsq_attend import (
     MOST_SHARED,
     FsqPlan,
     compile_fsq,
+    default_plan,
     fsq_attend,
     fsq_mix,
     fsq_scores,
@@ -43,7 +44,6 @@ from strataflux.kernels.gpu.fsq_attend import (
     mix_instance,
     scores_instance,
     shared_bytes,
-    teams_of,
 )
 from strataflux.kernels.gpu.fsq_attend_triton import FsqRows, fsq_attend_triton
 from strataflux.kernels.gpu.fsq_decoder import FsqDecoder, RebuildKind
@@ -63,12 +63,9 @@ class Plan(NamedTuple):
     """How a ratio's kernels are launched; None: the default."""
 
     teams: int | None = None
-    unordered: int | None = None
+    stages: int | None = None
     score_splits: int | None = None
     mix_splits: int | None = None
-    alone: int | None = None
-    wide: int | None = None
-    mix_turns: int | None = None
 
 
 class Layers:
@@ -90,8 +87,8 @@ class Layers:
 
     def work(self, plan: Plan) -> FsqWork:
         """Work memory for a plan."""
-        shares, (scores, mix) = self.decoders[0].shares, plan[2:4]
-        return FsqWork(*self.shape, CUDA, shares=shares, score_splits=scores, mix_splits=mix, mix_turns=plan.mix_turns)
+        shares, (scores, mix) = self.decoders[0].shares, plan[2:]
+        return FsqWork(*self.shape, CUDA, shares=shares, score_splits=scores, mix_splits=mix)
 
     def each(self, body: Callable[[Tensor, FsqDecoder], object]) -> float:
         """Microseconds a layer."""
@@ -117,17 +114,20 @@ class Layers:
 def prepared(heads: FsqHeads, blocks: int, kind: RebuildKind, device: torch.device = CUDA) -> FsqDecoder:
     """In one share where that fits, else in two."""
     decoder = FsqDecoder(heads, blocks, device, kind)
-    return decoder if shared_bytes(decoder, 1) <= MOST_SHARED else FsqDecoder(heads, blocks, device, kind, shares=2)
+    return decoder if _fits(decoder, FsqPlan(1, 1)) else FsqDecoder(heads, blocks, device, kind, shares=2)
+
+
+def _fits(decoder: FsqDecoder, plan: FsqPlan) -> bool:
+    return shared_bytes(decoder, plan) <= MOST_SHARED
 
 
 def launched(decoder: FsqDecoder, plans: list[Plan]) -> list[FsqPlan]:
     """What the first kernel does by those plans that fit."""
-    if shared_bytes(decoder, 1) > MOST_SHARED:
+    if not _fits(decoder, FsqPlan(1, 1)):
         return []
-    found = [
-        FsqPlan(plan.teams or teams_of(decoder), not plan.unordered, not plan.alone, bool(plan.wide)) for plan in plans
-    ]
-    return [plan for plan in found if shared_bytes(decoder, plan.teams) <= MOST_SHARED]
+    usual = default_plan(decoder)
+    found = [FsqPlan(plan.teams or usual.teams, plan.stages or usual.stages) for plan in plans]
+    return [plan for plan in found if _fits(decoder, plan)]
 
 
 def bytes_of(ratio: float) -> int:
@@ -151,9 +151,7 @@ def build(
                 decoder = prepared(heads, 1, kind, cpu)
                 work = FsqWork(1, group, heads.grid, 1, cpu, shares=decoder.shares)
                 names.add(join_instance(decoder, work))
-                for plan in tried:
-                    works = FsqWork(1, group, heads.grid, 1, cpu, shares=decoder.shares, mix_turns=plan.mix_turns)
-                    names.add(mix_instance(works))
+                names.add(mix_instance(work))
                 names |= {scores_instance(decoder, work, plan) for plan in launched(decoder, tried)}
     with ThreadPoolExecutor(15) as pool:
         list(pool.map(compile_fsq, sorted(names)))
@@ -271,7 +269,7 @@ def _speed(
     best: dict[tuple[int, int, int], float],
 ) -> dict[str, Any]:  # fmt: skip
     layers = Layers(nbytes, kind, batch, tokens, group)
-    teams_of(layers.decoders[0])  # refuses what does not fit at all
+    default_plan(layers.decoders[0])  # refuses what does not fit at all
     tried = {plan: layers.times(plan) for plan in plans if launched(layers.decoders[0], [plan])}
     plan = min(tried, key=lambda p: tried[p]["whole"])
     took = tried[plan]

@@ -1,14 +1,16 @@
 // Attention of new tokens to discrete codes of 4 bits a coordinate; fsq_attend.py gives the formulas and every operand.
 //
 // fsq_scores: a block rebuilds the keys of one KV head. The head's decoder stays in shared memory; codes come in blocks
-// of 64 tokens, one a warpgroup, and become the left side of products in registers. A thread has channels d and d + D/2
-// of two tokens next to each other, so that rotation needs no exchange; squares are summed by the tensor cores.
+// of 64 tokens, one a team of 128 threads, and become the left side of products in registers. A thread has channels d and
+// d + D/2 of two tokens next to each other, so that rotation needs no exchange. Turned keys are the left side of the next
+// products, whose right side are the queries, turned back by the block's first position; so is the sum of squares. All
+// products go through one queue, in which teams take turns: while one multiplies, the others turn.
 // fsq_mix.cu comes next: softmax and sums of codes, of all heads at once, since they share the codes.
 
 #include "fsq_device.cuh"
 
 const u32 MAGIC_BITS = 0x4B400000u;  // of 1.5 · 2^23: plus a whole number they are that float plus the number
-
+const u32 ONES = 0x3C003C00u;
 #define NO_LOGIT (-__int_as_float(0x7F800000))  // the logit of no token
 
 template <Kind KIND> struct Sum { typedef float Type; };
@@ -42,31 +44,53 @@ struct Lane {
   }
 };
 
-// SPREAD: eight columns of products have four heads at a place and at the eighth after it, so that both tokens of a
-// lane turn by the same place; for more heads there are two SETS of columns.
-template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, bool NORM, int SHARES, bool GROUPED>
+// Products of keys and queries have four heads in columns 0 to 3, and in the next four the same heads turned back by
+// eight positions more: so both tokens of a lane, eight apart, turn by the same place. More heads take two SETS of
+// columns, one for each token.
+template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, int STAGES, bool NORM, int SHARES>
 struct Scores {
   typedef typename Sum<KIND>::Type Value;
-  static const bool BIASED = KIND == FP8 || KIND == FP8_WIDE;  // products have added the bias, rows have no scale
+  static const bool BIASED = KIND == FP8;  // products have added the bias, rows have no scale
   static const int CHUNKS = BIASED ? BYTES / 16 + 1 : (BYTES + 15) / 16;
   static const int STEPS_A_CHUNK = KIND == HALF ? 2 : 1, STEPS = CHUNKS * STEPS_A_CHUNK, SETS = GROUP > 4 ? 2 : 1;
-  static const int N = D / SHARES, STEP_BYTES = N * 32, IMAGE = STEPS * STEP_BYTES, BLOCK = 64 * BYTES, PAIRS = N / 16, SUMS = KIND == FP8 ? N / 4 : N / 2;
+  static const int N = D / SHARES, PAIRS = N / 16, SUMS = KIND == FP8 ? N / 4 : N / 2, THREADS = 128 * TEAMS;
+  static const int STEP_BYTES = N * 32, IMAGE = STEPS * STEP_BYTES, BLOCK = 64 * BYTES, TURN = 2 * D, QUERY = 16 * N * SETS;
   static const int ITEMS = (2 * GROUP * N / 4 + 127) / 128;  // pairs of words of queries that a thread turns
-  static const int TURN = 2 * D, AT_CODES = IMAGE, AT_TURNS = AT_CODES + TEAMS * BLOCK, AT_AFFINE = AT_TURNS + TEAMS * 2 * TURN;
-  static const int QUERY = GROUPED ? 16 * N * SETS : 0, AT_QUERIES = AT_AFFINE + (BIASED ? 0 : 8 * D);
-  static const int AT_ONES = AT_QUERIES + TEAMS * 2 * QUERY, AT_BARRIERS = AT_ONES + (GROUPED ? 256 : 0);
+  static const int AT_CODES = IMAGE, AT_TURNS = AT_CODES + TEAMS * STAGES * BLOCK;
+  static const int AT_AFFINE = AT_TURNS + TEAMS * STAGES * TURN, AT_QUERIES = AT_AFFINE + 8 * D;
+  static const int AT_ONES = AT_QUERIES + TEAMS * 2 * QUERY, AT_BARRIERS = AT_ONES + 256;
 
-  // A block's codes, and the turns of its first position, which are read longer: they have two places.
-  static __device__ __forceinline__ void fetch(u8* shared, int team, u32 place, const u8* codes, const uint2* base, int tile) {
-    u64* barrier = (u64*)(shared + AT_BARRIERS) + team;
+  static __device__ __forceinline__ void prepare(u8* shared, const u8* image, const float* affine) {
+    u64* barriers = (u64*)(shared + AT_BARRIERS);
+    if (threadIdx.x == 0) {
+      for (int i = 0; i <= TEAMS * STAGES; i++) make_barrier(barriers + i);
+      announce_barriers();
+    }
+    if constexpr (!BIASED)
+      for (int i = threadIdx.x; i < 2 * D; i += THREADS) ((float*)(shared + AT_AFFINE))[i] = affine[i];
+    for (int i = threadIdx.x; i < TEAMS * QUERY / 2; i += THREADS) ((u32*)(shared + AT_QUERIES))[i] = 0;
+    for (int i = threadIdx.x; i < 64; i += THREADS) ((u32*)(shared + AT_ONES))[i] = ONES;
+    show_products();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      expect_bytes(barriers + TEAMS * STAGES, IMAGE);
+      for (int i = 0; i < STEPS; i++)
+        copy_bytes(shared + i * STEP_BYTES, image + i * STEP_BYTES, STEP_BYTES, barriers + TEAMS * STAGES);
+    }
+  }
+
+  // A block's codes, and the turns of its first position.
+  static __device__ __forceinline__ void fetch(u8* shared, int stage, const u8* codes, const uint2* base, int tile) {
+    u64* barrier = (u64*)(shared + AT_BARRIERS) + stage;
     expect_bytes(barrier, BLOCK + TURN);
-    copy_bytes(shared + AT_CODES + team * BLOCK, codes + (u64)tile * BLOCK, BLOCK, barrier);
-    copy_bytes(shared + AT_TURNS + (2 * team + place) * TURN, base + (u64)tile * (D / 4), TURN, barrier);
+    copy_bytes(shared + AT_CODES + stage * BLOCK, codes + (u64)tile * BLOCK, BLOCK, barrier);
+    copy_bytes(shared + AT_TURNS + stage * TURN, base + (u64)tile * (D / 4), TURN, barrier);
   }
 
   // Left sides of `count` steps from `first` on. Two levels at a time become numbers by masks alone: q as a byte, or
   // 1024 + q and 1024 + 16 q as a half; the decoder's image has what undoes that. Bytes after the code are 1/8 in fp8.
-  static __device__ __forceinline__ void unpack(u32 (&a)[4][4], const u8* shared, const Lane<BYTES>& lane, int first, int count) {
+  static __device__ __forceinline__ void unpack(
+      u32 (&a)[4][4], const u8* shared, const Lane<BYTES>& lane, int first, int count) {
 #pragma unroll
     for (int i = 0; i < 4; i += STEPS_A_CHUNK) {
       if (i >= count) break;
@@ -87,10 +111,10 @@ struct Scores {
     }
   }
 
-  // Rows of a block of codes times the decoder: while four steps run, the next four are unpacked.
-  // The next team's products start when the last of these are queued; these may go on when this returns.
+  // Rows of a block of codes, `shift` bytes behind a team's first, times the decoder: while four steps run, the next four
+  // are unpacked. The next team's products start when the last of these are queued; these may go on when this returns.
   static __device__ __forceinline__ void rebuild(
-      Value (&acc)[SUMS], const u8* shared, const Lane<BYTES>& lane, int next) {
+      Value (&acc)[SUMS], const u8* shared, int shift, const Lane<BYTES>& lane, int next) {
     u32 a[2][4][4];
     const u64 start = tile_at<N>(shared);
     if constexpr (KIND == INT8) {
@@ -100,7 +124,7 @@ struct Scores {
 #pragma unroll
     for (int first = 0; first < STEPS; first += 4) {
       const int count = STEPS - first < 4 ? STEPS - first : 4, turn = first / 4 % 2;
-      unpack(a[turn], shared, lane, first, count);
+      unpack(a[turn], shared + shift, lane, first, count);
       hold(acc);
       begin_products();
 #pragma unroll
@@ -122,29 +146,58 @@ struct Scores {
     q = fma_halves(q, turn.x, minus_halves(multiply_halves(before, turn.y)));
   }
 
+  // A thread's part of the queries, those of the later token turned back by eight positions.
+  static __device__ __forceinline__ void load_queries(
+      u32 (&query)[ITEMS][2], const u32* queries, const uint2* eighth, int thread, int share) {
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+      const int item = thread + 128 * i, row = item / (N / 4), word = N / 4 * share + item % (N / 4);
+      query[i][0] = query[i][1] = 0;
+      if (row >= 2 * GROUP) break;
+      const u32* of_head = queries + row % GROUP * (D / 2);
+      query[i][0] = of_head[word], query[i][1] = of_head[word + D / 4];
+      if (row >= GROUP) turn_back(query[i][0], query[i][1], eighth[word]);
+    }
+  }
+  // Where it goes as the right side of products: of each eight channels and the eight that turn with them, rows of 16
+  // bytes.
+  static __device__ __forceinline__ int place_of(int item) {
+    const int row = item / (N / 4), word = item % (N / 4);
+    return word / 4 * 256 * SETS + (row / GROUP * 4 * SETS + row % GROUP) * 16 + word % 4 * 4;
+  }
+  static __device__ __forceinline__ void turn_queries(
+      u8* to, const u32 (&query)[ITEMS][2], const int (&places)[ITEMS], const uint2* turned, int thread, int share) {
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+      const int item = thread + 128 * i;
+      if (item >= 2 * GROUP * N / 4) break;
+      u32 p = query[i][0], q = query[i][1];
+      turn_back(p, q, turned[N / 4 * share + item % (N / 4)]);
+      u32* at = (u32*)(to + places[i]);
+      at[0] = p, at[32 * SETS] = q;
+    }
+    show_products();
+  }
+
   // Turned keys of this lane's two tokens as the left side of products, and sums of squares likewise; `at` is where the
-  // words of its channels begin.
+  // words of its channels begin. Norm weights are in the turns.
   static __device__ __forceinline__ void turn_keys(
       u32 (&a)[PAIRS][4], u32 (&squares)[4], const Value (&acc)[SUMS], const float4* affine, const uint4 (&turns)[PAIRS], int at) {
 #pragma unroll
     for (int i = 0; i < 4; i++) squares[i] = 0;
 #pragma unroll
     for (int j = 0; j < PAIRS; j++) {
-      float4 first = {1, 0, 1, 0}, second = first;
+      float4 first, second;
       if constexpr (!BIASED) first = affine[4 * j + at], second = affine[4 * j + at + D / 4];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         u32 x, y;
-        if constexpr (KIND == FP8) {
+        if constexpr (BIASED) {
           x = acc[2 * j + r], y = acc[2 * (j + PAIRS) + r];
         } else {
-          float x0 = as_float(acc[4 * j + 2 * r]), x1 = as_float(acc[4 * j + 2 * r + 1]);
-          float y0 = as_float(acc[4 * (j + PAIRS) + 2 * r]), y1 = as_float(acc[4 * (j + PAIRS) + 2 * r + 1]);
-          if constexpr (!BIASED) {
-            x0 = x0 * first.x + first.y, x1 = x1 * first.z + first.w;
-            y0 = y0 * second.x + second.y, y1 = y1 * second.z + second.w;
-          }
-          x = halves(x0, x1), y = halves(y0, y1);
+          const Value *of_x = acc + 4 * j + 2 * r, *of_y = acc + 4 * (j + PAIRS) + 2 * r;
+          x = halves(as_float(of_x[0]) * first.x + first.y, as_float(of_x[1]) * first.z + first.w);
+          y = halves(as_float(of_y[0]) * second.x + second.y, as_float(of_y[1]) * second.z + second.w);
         }
         if (NORM) squares[r] = fma_halves(x, x, squares[r]), squares[r + 2] = fma_halves(y, y, squares[r + 2]);
         a[j][r] = fma_halves(x, turns[j].x, multiply_halves(y, turns[j].y));
@@ -153,27 +206,8 @@ struct Scores {
     }
   }
 
-  // Where a thread's part of the queries goes as the right side of products: of each eight channels and the eight that
-  // turn with them, rows of 16 bytes.
-  static __device__ __forceinline__ int place_of(int item) {
-    const int row = item / (N / 4), word = item % (N / 4);
-    return word / 4 * 256 * SETS + (row / GROUP * 4 * SETS + row % GROUP) * 16 + word % 4 * 4;
-  }
-  static __device__ __forceinline__ void turn_queries(
-      u8* to, const u32 (&queries)[ITEMS][2], const int (&places)[ITEMS], const uint2* turned, int thread, int share) {
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-      const int item = thread + 128 * i;
-      if (item >= 2 * GROUP * N / 4) break;
-      u32 p = queries[i][0], q = queries[i][1];
-      turn_back(p, q, turned[N / 4 * share + item % (N / 4)]);
-      u32* at = (u32*)(to + places[i]);
-      at[0] = p, at[32 * SETS] = q;
-    }
-  }
-
-  // Sums of columns 2c, 2c + 1 for tokens g and g + 8, each set's, and sums of squares of these tokens.
-  static __device__ __forceinline__ void score_grouped(
+  // Sums of each set's columns 2c and 2c + 1 for tokens g and g + 8, and sums of squares: words 0 and 2 for these tokens.
+  static __device__ __forceinline__ void score(
       float (&found)[4 * SETS], float (&squares)[4], u32 (&a)[PAIRS][4], u32 (&squared)[4], const u8* queries, const u8* ones) {
     const u64 start = tile_at<8 * SETS>(queries);
 #pragma unroll
@@ -191,36 +225,52 @@ struct Scores {
     finish_products<0>();
     hold(found), hold(squares);
   }
-  static __device__ __forceinline__ void score_alone(
-      float (&found)[4 * SETS], float (&squares)[4], const u32 (&a)[PAIRS][4], const u32 (&squared)[4],
-      const u32 (&queries)[SETS][PAIRS][2], const uint2* turned, int at) {
-    if (NORM) multiply(squares, squared, 0x3C003C00u, 0x3C003C00u);
-    float sums[2 * SETS][4] = {};
+};
+
+// Which logits a lane has: of heads `column` and the next of a group, of one token, or of both in two sets.
+template <int GROUP>
+struct Place {
+  static const int SETS = GROUP > 4 ? 2 : 1;
+  int column, later, token;
+  u32 to[SETS][2];
+
+  __device__ __forceinline__ Place(int first_head, int first_token, int c, u32 base) {
+    column = SETS == 1 ? 2 * (c % 2) : 2 * c, later = c / 2, token = first_token;
+    keep(column), keep(later), keep(token);
 #pragma unroll
-    for (int j = 0; j < PAIRS; j++) {
-      const uint2 turn = turned[4 * j + at];
+    for (int s = 0; s < SETS; s++)
 #pragma unroll
-      for (int s = 0; s < SETS; s++) {
-        u32 p = queries[s][j][0], q = queries[s][j][1];
-        turn_back(p, q, turn);
-        multiply(sums[2 * s + j % 2], a[j], p, q);
+      for (int i = 0; i < 2; i++) {
+        const int head = first_head + column + i;
+        to[s][i] = base + 64 * head + logit_place(head, first_token + 8 * (SETS == 1 ? c / 2 : s));
+        keep(to[s][i]);
+      }
+  }
+  // `left` tokens are there; the next block of this team is `step` words on.
+  __device__ __forceinline__ void store(
+      float* scores, const float (&found)[4 * SETS], float early, float late, int left, u32 step) {
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+      const bool second = SETS == 1 ? later : s;
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float logit = second ? found[4 * s + 2 + i] * late : found[4 * s + i] * early;
+        if (column + i < GROUP) scores[to[s][i]] = token + 8 * second < left ? logit : NO_LOGIT;
+        to[s][i] += step;
       }
     }
-#pragma unroll
-    for (int i = 0; i < 4 * SETS; i++) found[i] = sums[i / 4 * 2][i % 4] + sums[i / 4 * 2 + 1][i % 4];
   }
 };
 
 // Logits for powers of two, [batch, blocks, heads, 64], each head's where logit_place says; those of tokens beyond a
 // sequence's length are -inf. In shares of the channels: sums for fsq_join, [batch, shares, blocks, heads, 64], and
 // sums of squares, [batch, shares, blocks, KV heads, 64].
-template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, bool NORM, bool ORDERED, int SHARES, bool GROUPED>
+template <Kind KIND, int D, int BYTES, int GROUP, int TEAMS, int STAGES, bool NORM, int SHARES>
 __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
-    const u8* codes, const u8* images, const float4* affine, const float2* scalars, const uint2* base, const uint2* eighth,
+    const u8* codes, const u8* images, const float* affine, const float2* scalars, const uint2* base, const uint2* eighth,
     const u32* inner, const u32* queries, const int* lengths, float* scores, float* squares, int kv_heads,
     int splits, int blocks) {
-  typedef Scores<KIND, D, BYTES, GROUP, TEAMS, NORM, SHARES, GROUPED> Of;
-  const int PAIRS = Of::PAIRS, SETS = Of::SETS, N = Of::N;
+  typedef Scores<KIND, D, BYTES, GROUP, TEAMS, STAGES, NORM, SHARES> Of;
 #ifdef HOST_EMULATION
   u8* shared = (u8*)block_memory;
 #else
@@ -228,115 +278,65 @@ __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
 #endif
   const int image = blockIdx.x % (kv_heads * SHARES), head = image / SHARES, share = image % SHARES;
   const int split = blockIdx.x / (kv_heads * SHARES) % splits, sequence = blockIdx.x / (kv_heads * SHARES) / splits;
-  const int team = same(threadIdx.x / 128);
-  int thread = threadIdx.x % 128, g = thread % 32 / 4, c = thread % 4;
-  const int token = 16 * (thread / 32) + g;
+  const int team = same(threadIdx.x / 128), heads = kv_heads * GROUP;
+  int thread = threadIdx.x % 128, c = thread % 4;
+  const int token = 16 * (thread / 32) + thread % 32 / 4, at = 4 * Of::PAIRS * share + c;
   keep(thread), keep(c);
+  const Lane<BYTES> lane(Of::AT_CODES + team * STAGES * Of::BLOCK, token, c);
   u64* barriers = (u64*)(shared + Of::AT_BARRIERS);
-  const Lane<BYTES> lane(Of::AT_CODES + team * Of::BLOCK, token, c);
 
-  if (threadIdx.x == 0) {
-    for (int i = 0; i <= TEAMS; i++) make_barrier(barriers + i);
-    announce_barriers();
+  let_next_kernel_start();
+  Of::prepare(shared, images + (u64)image * Of::IMAGE, affine + head * 2 * D);
+  uint4 turns[Of::PAIRS];
+#pragma unroll
+  for (int j = 0; j < Of::PAIRS; j++) {
+    const u32* of_place = inner + token * (D / 4) + 4 * j + at;
+    turns[j] = {of_place[0], of_place[16 * D], of_place[32 * D], of_place[48 * D]};
   }
-  if constexpr (!Of::BIASED)
-    for (int i = threadIdx.x; i < 2 * D; i += 128 * TEAMS)
-      ((float*)(shared + Of::AT_AFFINE))[i] = ((const float*)affine)[head * 2 * D + i];
-  if constexpr (GROUPED) {
-    for (int i = threadIdx.x; i < TEAMS * 2 * Of::QUERY / 4; i += 128 * TEAMS) ((u32*)(shared + Of::AT_QUERIES))[i] = 0;
-    for (int i = threadIdx.x; i < 64; i += 128 * TEAMS) ((u32*)(shared + Of::AT_ONES))[i] = 0x3C003C00u;
-  }
-  __syncthreads();
+  const float2 scalar = scalars[head];
+  wait_for_previous_kernel();
 
   const int length = lengths[sequence], tiles = (length + 63) / 64;
   const int first = (int)((u64)tiles * split / splits), last = (int)((u64)tiles * (split + 1) / splits);
   const u8* from = codes + (u64)sequence * blocks * Of::BLOCK;
-  if (threadIdx.x == 0) {
-    expect_bytes(barriers + TEAMS, Of::IMAGE);
-    for (int i = 0; i < Of::STEPS; i++)
-      copy_bytes(shared + i * Of::STEP_BYTES, images + (u64)image * Of::IMAGE + i * Of::STEP_BYTES, Of::STEP_BYTES, barriers + TEAMS);
-  }
   const bool fetches = thread == 32 * (team % 4);  // not all of them in the same quarter of a multiprocessor
-  if (fetches && first + team < last) Of::fetch(shared, team, 0, from, base, first + team);
-
-  const int at = 4 * PAIRS * share + c;
-  const u32* of_group = queries + (sequence * kv_heads + head) * GROUP * (D / 2);
-  uint4 turns[PAIRS];
-#pragma unroll
-  for (int j = 0; j < PAIRS; j++) {
-    const u32* of_place = inner + token * (D / 4) + 4 * j + at;
-    turns[j] = {of_place[0], of_place[16 * D], of_place[32 * D], of_place[48 * D]};
-  }
-  u32 query[GROUPED ? Of::ITEMS : SETS * PAIRS][2] = {};
-#pragma unroll
-  for (int i = 0; i < (GROUPED ? Of::ITEMS : SETS * PAIRS); i++) {
-    const int item = thread + 128 * i, set = i / PAIRS;
-    const int row = GROUPED ? item / (N / 4) % GROUP : SETS == 1 ? g % 4 : g;
-    const int later = GROUPED ? item / (N / 4) / GROUP : SETS == 1 ? g / 4 : set;
-    const int word = GROUPED ? N / 4 * share + item % (N / 4) : 4 * (i % PAIRS) + at;
-    if (row >= GROUP || later > 1) continue;
-    query[i][0] = of_group[row * (D / 2) + word], query[i][1] = of_group[row * (D / 2) + word + D / 4];
-    if (later) Of::turn_back(query[i][0], query[i][1], eighth[word]);
-  }
-  const float2 scalar = scalars[head];
-  if (GROUPED) show_products();  // the ones
-  __syncthreads();
-  wait_for_bytes(barriers + TEAMS, 0);
-
-  const int heads = kv_heads * GROUP;
+  for (int i = 0; i < STAGES; i++)
+    if (fetches && first + team + i * TEAMS < last) Of::fetch(shared, team * STAGES + i, from, base, first + team + i * TEAMS);
+  u32 query[Of::ITEMS][2];
+  Of::load_queries(query, queries + (sequence * kv_heads + head) * GROUP * (D / 2), eighth, thread, share);
   int places[Of::ITEMS];
 #pragma unroll
   for (int i = 0; i < Of::ITEMS; i++) places[i] = Of::place_of(thread + 128 * i), keep(places[i]);
-  u32 to[SETS][2];
-#pragma unroll
-  for (int s = 0; s < SETS; s++)
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int row = head * GROUP + (SETS == 1 ? 2 * (c % 2) : 2 * c) + i;
-      const u32 tile = (SHARES == 1 ? sequence : sequence * SHARES + share) * blocks + first + team;
-      to[s][i] = tile * heads * 64 + 64 * row + logit_place(row, token + 8 * (SETS == 1 ? c / 2 : s));
-      keep(to[s][i]);
-    }
-  int latter = c / 2, column = SETS == 1 ? 2 * (c % 2) : 2 * c;
-  keep(latter), keep(column);
+  const u32 row = (SHARES == 1 ? sequence : sequence * SHARES + share) * blocks;
+  Place<GROUP> place(head * GROUP, token, c, (row + first + team) * heads * 64);
+  wait_for_bytes(barriers + TEAMS * STAGES, 0);
 
-  u32 parity = 0;
-  for (int tile = first + team; tile < last; tile += TEAMS, parity ^= 1) {
-    wait_for_bytes(barriers + team, parity);
+  u32 count = 0;
+  for (int tile = first + team; tile < last; tile += TEAMS, count++) {
+    const int own = STAGES == 1 ? 0 : count % 2, stage = team * STAGES + own;
+    u8* turned = shared + Of::AT_QUERIES + (2 * team + count % 2) * Of::QUERY;
     typename Of::Value acc[Of::SUMS];
-    u32 keys[PAIRS][4], squared[4];
-    float found[4 * SETS], summed[4] = {};
-    const uint2* turn = (const uint2*)(shared + Of::AT_TURNS + (2 * team + parity) * Of::TURN);
-    u8* turned = shared + Of::AT_QUERIES + (2 * team + parity) * Of::QUERY;
-    if (ORDERED && tile > first) wait_for_turn(team);
-    Of::rebuild(acc, shared, lane, ORDERED && tile + 1 < last ? (team + 1) % TEAMS : -1);
-    if constexpr (GROUPED) {
-      Of::turn_queries(turned, query, places, turn, thread, share);
-      show_products();
-    }
+    u32 keys[Of::PAIRS][4], squared[4];
+    float found[4 * Of::SETS], summed[4] = {};
+    wait_for_bytes(barriers + stage, count / STAGES % 2);
+    if (TEAMS > 1 && tile > first) wait_for_turn(team);
+    Of::rebuild(acc, shared, own * Of::BLOCK, lane, TEAMS > 1 && tile + 1 < last ? (team + 1) % TEAMS : -1);
+    Of::turn_queries(turned, query, places, (const uint2*)(shared + Of::AT_TURNS + stage * Of::TURN), thread, share);
     finish_products<0>();
     hold(acc);
-    meet_group(team);  // all have read their codes, and all queries are there
-    if (fetches && tile + TEAMS < last) Of::fetch(shared, team, parity ^ 1, from, base, tile + TEAMS);
+    meet_group(team);  // all have read this stage, and all queries are there
+    if (fetches && tile + STAGES * TEAMS < last) Of::fetch(shared, stage, from, base, tile + STAGES * TEAMS);
     Of::turn_keys(keys, squared, acc, (const float4*)(shared + Of::AT_AFFINE), turns, at);
-    if constexpr (GROUPED) Of::score_grouped(found, summed, keys, squared, turned, shared + Of::AT_ONES);
-    else Of::score_alone(found, summed, keys, squared, (const u32(&)[SETS][PAIRS][2])query, turn, at);
+    Of::score(found, summed, keys, squared, turned, shared + Of::AT_ONES);
     if (SHARES > 1 && c == 0) {
-      float* sums = squares + ((u64)(sequence * SHARES + share) * blocks + tile) * kv_heads * 64 + head * 64;
+      float* sums = squares + (u64)(row + tile) * kv_heads * 64 + head * 64;
       sums[token] = summed[0], sums[token + 8] = summed[2];
     }
+    float scale[2] = {1, 1};
 #pragma unroll
-    for (int s = 0; s < SETS; s++) {
-      const bool later = SETS == 1 ? latter : s;
-      const float norm = NORM ? rsqrtf((later ? summed[2] : summed[0]) * (1.0f / D) + scalar.x) : 1.0f;
-      const float scale = SHARES == 1 ? scalar.y * norm : 1.0f;
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float logit = (later ? found[4 * s + 2 + i] : found[4 * s + i]) * scale;
-        if (column + i < GROUP) scores[to[s][i]] = 64 * tile + token + 8 * later < length ? logit : NO_LOGIT;
-        to[s][i] += TEAMS * heads * 64;
-      }
-    }
+    for (int r = 0; r < 2; r++)
+      if (SHARES == 1) scale[r] = scalar.y * (NORM ? rsqrtf(summed[2 * r] * (1.0f / D) + scalar.x) : 1.0f);
+    place.store(scores, found, scale[0], scale[1], length - 64 * tile, TEAMS * heads * 64);
   }
 }
 
@@ -347,7 +347,9 @@ __global__ void __launch_bounds__(256) fsq_join(
     int blocks) {
   const int pieces = (blocks + 3) / 4, heads = kv_heads * GROUP, row = blockIdx.x / pieces;
   const int tile = blockIdx.x % pieces * 4 + threadIdx.x / 64, head = row % heads, sequence = row / heads;
+  let_next_kernel_start();
   if (tile >= blocks) return;
+  wait_for_previous_kernel();
   const int token = threadIdx.x % 64, place = 64 * head + logit_place(head, token);
   const float2 scalar = scalars[head / GROUP];
   float sum = 0, square = 0;

@@ -7,6 +7,7 @@ sines stay in registers, and queries back by the block's first position:
 
     l_t = (R(place) k_t) · (R(-first) q) / sqrt(mean(k²) + ε)
 
+All kernels start while the one before still runs, and wait before they touch anything but the decoder.
 Logits (float32) go through device memory to a second kernel, which does softmax and sums of 16 heads at once: heads
 share codes, so these are unpacked once. It sums q - 8 with weights in float16.
 """
@@ -29,6 +30,7 @@ __all__ = [
     "MOST_SHARED",
     "FsqPlan",
     "compile_fsq",
+    "default_plan",
     "fsq_attend",
     "fsq_mix",
     "fsq_scores",
@@ -37,27 +39,24 @@ __all__ = [
     "mix_instance",
     "scores_instance",
     "shared_bytes",
-    "teams_of",
 ]
 
 _FOLDER: Final = Path(__file__).parent
 _SOURCES: Final = {"fsq_scores": "fsq_attend.cu", "fsq_join": "fsq_attend.cu", "fsq_mix": "fsq_mix.cu"}
 MOST_SHARED: Final = 232448
 """Bytes that a block of threads may have on these GPUs."""
-_MOST_TEAMS: Final = 3
+_MOST_TEAMS: Final = 3  # more leave each thread too few registers
+_MOST_NARROW_TEAMS: Final = 4
+_NARROW: Final = 160  # coordinates, in fp8, whose sums take half the registers; measured
 
 
 class FsqPlan(NamedTuple):
     """How the first kernel works."""
 
     teams: int
-    """Groups of 128 threads in a block; each has a block of codes of its own."""
-    ordered: bool = True
-    """Teams take turns at the tensor cores: while one multiplies, the others score."""
-    grouped: bool = True
-    """Keys meet queries in products of a whole team, too, which wait in the tensor cores' queue like others."""
-    wide: bool = False
-    """Products of fp8 are summed in float32."""
+    """Groups of 128 threads in a block, which take turns at the tensor cores: while one multiplies, the others turn."""
+    stages: int
+    """Blocks of codes that each team has: 2 copy the next while this one is read."""
 
 
 def has_fsq_path(x: Tensor) -> bool:
@@ -65,27 +64,29 @@ def has_fsq_path(x: Tensor) -> bool:
     return x.is_cuda and cuda_available() and device_capability(x.get_device()) == (9, 0)
 
 
-def shared_bytes(decoder: FsqDecoder, teams: int) -> int:
-    """Shared memory of a block of threads: a head's decoder, and for each team of 128 threads a block of codes and room
-    for queries of up to eight heads.
+def shared_bytes(decoder: FsqDecoder, plan: FsqPlan) -> int:
+    """Shared memory of a block of threads: a head's decoder, and for each team its blocks of codes with what turns
+    queries, and room for two blocks' queries of up to eight heads.
     """
     d = decoder.heads.head_dim
-    each = BLOCK_TOKENS * decoder.heads.grid.nbytes + 4 * d + 64 * d // decoder.shares + 8
-    return decoder.images.shape[1] + teams * each + 8 * d + 256 + 8
+    staged = plan.teams * plan.stages * (BLOCK_TOKENS * decoder.heads.grid.nbytes + 2 * d + 8)
+    return decoder.images.shape[1] + staged + plan.teams * 64 * d // decoder.shares + 8 * d + 256 + 8
 
 
-def teams_of(decoder: FsqDecoder) -> int:
-    """How many teams fit.
+def default_plan(decoder: FsqDecoder) -> FsqPlan:
+    """As many teams as fit, then as many stages.
 
     Raises:
-        ValueError: not even one.
+        ValueError: not even one fits.
     """
-    for teams in range(_MOST_TEAMS, 0, -1):
-        if shared_bytes(decoder, teams) <= MOST_SHARED:
-            return teams
+    narrow = decoder.kind == "fp8" and decoder.heads.grid.width <= _NARROW
+    for teams in range(_MOST_NARROW_TEAMS if narrow else _MOST_TEAMS, 0, -1):
+        for stages in (2, 1):
+            if shared_bytes(decoder, FsqPlan(teams, stages)) <= MOST_SHARED:
+                return FsqPlan(teams, stages)
     raise ValueError(
-        f"codes of {decoder.heads.grid.width} coordinates take {shared_bytes(decoder, 1)} bytes of shared memory as "
-        f"{decoder.kind}, {MOST_SHARED} are there; int8 and fp8 take half as much, and so do two shares"
+        f"codes of {decoder.heads.grid.width} coordinates take {shared_bytes(decoder, FsqPlan(1, 1))} bytes of shared "
+        f"memory as {decoder.kind}, {MOST_SHARED} are there; int8 and fp8 take half as much, and so do two shares"
     )
 
 
@@ -94,11 +95,9 @@ def scores_instance(decoder: FsqDecoder, work: FsqWork, plan: FsqPlan) -> str:
     d = decoder.heads.head_dim
     group = check_heads(d, work.heads, decoder.heads.kv_heads)
     norm = "false" if decoder.heads.key_norm is None else "true"
-    order = "true" if plan.ordered and plan.teams > 1 else "false"
-    kind = {"half": "HALF", "int8": "INT8", "fp8": "FP8_WIDE" if plan.wide else "FP8"}[decoder.kind]
-    grouped = "true" if plan.grouped else "false"
-    sizes = f"{d}, {work.grid.nbytes}, {group}, {plan.teams}"
-    return f"fsq_scores<{kind}, {sizes}, {norm}, {order}, {decoder.shares}, {grouped}>"
+    kind = {"half": "HALF", "int8": "INT8", "fp8": "FP8"}[decoder.kind]
+    sizes = f"{d}, {work.grid.nbytes}, {group}, {plan.teams}, {plan.stages}"
+    return f"fsq_scores<{kind}, {sizes}, {norm}, {decoder.shares}>"
 
 
 def join_instance(decoder: FsqDecoder, work: FsqWork) -> str:
@@ -125,7 +124,7 @@ def fsq_attend(
         lengths: [batch] int32 on the device: tokens of each sequence; at least 1.
         decoder: of this layer, for as many blocks.
         work: of the same sizes; overwritten.
-        plan: of the first kernel; None: as many teams as fit, in order.
+        plan: of the first kernel; None: :func:`default_plan`.
 
     Raises:
         ValueError: shapes that contradict each other or have no kernel. CudaError: this device has no such kernel.
@@ -139,7 +138,7 @@ def fsq_attend(
             f"and {list(expected[1])}, codes of {work.grid.nbytes} bytes and {work.shares} shares; the decoder for "
             f"{decoder.blocks} blocks and {decoder.shares}"
         )
-    fsq_scores(queries, codes, lengths, decoder, work, plan or FsqPlan(teams_of(decoder)))
+    fsq_scores(queries, codes, lengths, decoder, work, plan or default_plan(decoder))
     fsq_mix(codes, lengths, work)
 
 
@@ -148,16 +147,16 @@ def fsq_scores(
 ) -> None:
     """The first half of :func:`fsq_attend`: logits of all tokens; its arguments are not checked again."""
     kv_heads, images, device = decoder.heads.kv_heads, len(decoder.images), queries.get_device()
-    splits, size = work.score_splits(images), shared_bytes(decoder, plan.teams)
+    splits, size = work.score_splits(images), shared_bytes(decoder, plan)
     prepared = (decoder.images, decoder.affine, decoder.scalars, decoder.base, decoder.eighth, decoder.inner)
     left = (work.scores if decoder.shares == 1 else work.sums, work.squares)
     given = _arguments(codes, *prepared, queries, lengths, *left, kv_heads, splits, work.blocks)
     function = _function(scores_instance(decoder, work, plan), size, device)
-    function.launch(work.batch * splits * images, 128 * plan.teams, given, early=False, shared_bytes=size)
+    function.launch(work.batch * splits * images, 128 * plan.teams, given, early=True, shared_bytes=size)
     if decoder.shares > 1:
         given = _arguments(work.sums, work.squares, decoder.scalars, lengths, work.scores, kv_heads, work.blocks)
         function = _function(join_instance(decoder, work), 0, device)
-        function.launch(work.batch * work.heads * -(-work.blocks // 4), 256, given, early=False)
+        function.launch(work.batch * work.heads * -(-work.blocks // 4), 256, given, early=True)
 
 
 def fsq_mix(codes: Tensor, lengths: Tensor, work: FsqWork) -> None:
@@ -165,7 +164,7 @@ def fsq_mix(codes: Tensor, lengths: Tensor, work: FsqWork) -> None:
     left = (work.parts, work.tops, work.totals)
     given = _arguments(codes, work.scores, lengths, *left, work.heads, work.mix_splits, work.blocks)
     function = _function(mix_instance(work), work.mix_shared, codes.get_device())
-    function.launch(work.mix_blocks, work.mix_threads, given, early=False, shared_bytes=work.mix_shared)
+    function.launch(work.mix_blocks, work.mix_threads, given, early=True, shared_bytes=work.mix_shared)
 
 
 def _arguments(*values: Tensor | int) -> list[np.generic]:

@@ -9,7 +9,7 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef unsigned long long u64;
 
-enum Kind { HALF, INT8, FP8, FP8_WIDE };
+enum Kind { HALF, INT8, FP8 };
 const u32 EVERY = 0xFFFFFFFFu;
 
 #ifndef HOST_EMULATION
@@ -45,8 +45,6 @@ __device__ __forceinline__ void product(float (&acc)[N / 2], const u32 (&a)[4], 
   if constexpr (N == 16 && KIND == HALF) { PRODUCT(8, "+f", "m64n16k16.f32.f16.f16", ", 1, 1, 0"); }
   if constexpr (N == 64 && KIND == HALF) { PRODUCT(32, "+f", "m64n64k16.f32.f16.f16", ", 1, 1, 0"); }
   if constexpr (N == 128 && KIND == HALF) { PRODUCT(64, "+f", "m64n128k16.f32.f16.f16", ", 1, 1, 0"); }
-  if constexpr (N == 64 && KIND == FP8_WIDE) { PRODUCT(32, "+f", "m64n64k32.f32.e4m3.e4m3", ", 1, 1"); }
-  if constexpr (N == 128 && KIND == FP8_WIDE) { PRODUCT(64, "+f", "m64n128k32.f32.e4m3.e4m3", ", 1, 1"); }
 }
 template <Kind KIND, int N, bool FIRST>
 __device__ __forceinline__ void product(u32 (&acc)[N / 2], const u32 (&a)[4], u64 tile) {
@@ -120,6 +118,10 @@ __device__ __forceinline__ void meet_warps(int team, int threads) {
 __device__ __forceinline__ void meet_group(int group) {
   asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
+
+// The next kernel may start now, launched early: it waits before it touches anything that this one writes.
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // One team says that the next may go on, whose threads wait for that.
 __device__ __forceinline__ void pass_turn(int to) { asm volatile("bar.arrive %0, 256;" ::"r"(to + 8) : "memory"); }

@@ -140,6 +140,7 @@ __global__ void __launch_bounds__(Mix<BYTES, SPANS, TURNS, STAGES>::THREADS, 2) 
 #else
   extern __shared__ __align__(128) u8 shared[];
 #endif
+  let_next_kernel_start();
   const int rounds = (heads + Of::HEADS - 1) / Of::HEADS, round = blockIdx.x % rounds, first_head = Of::HEADS * round;
   const int split = blockIdx.x / rounds % splits, sequence = blockIdx.x / rounds / splits;
   const int warp = same(threadIdx.x / 32), lane = threadIdx.x % 32;
@@ -147,8 +148,7 @@ __global__ void __launch_bounds__(Mix<BYTES, SPANS, TURNS, STAGES>::THREADS, 2) 
   keep(g), keep(c);
   const bool odd = g / 4;
   const int span = warp % Of::LANES * SPANS, turn = warp / Of::LANES, place = warp % Of::LANES * 32 + lane;
-  const int tiles = (lengths[sequence] + 63) / 64, held = min(heads - first_head, Of::HEADS);
-  const int first = (int)((u64)tiles * split / splits), last = (int)((u64)tiles * (split + 1) / splits);
+  const int held = min(heads - first_head, Of::HEADS);
   int row[2] = {first_head + min(g, held - 1), first_head + min(g + 8, held - 1)};
   int at = (2 * span + g / 4) * 1024 + 32 * c + 4 * (g % 4);
   keep(row[0]), keep(row[1]), keep(at);
@@ -164,9 +164,13 @@ __global__ void __launch_bounds__(Mix<BYTES, SPANS, TURNS, STAGES>::THREADS, 2) 
   if (fetches) {
     for (int i = 0; i < STAGES; i++) make_barrier(barriers + i);
     announce_barriers();
+  }
+  wait_for_previous_kernel();
+  const int tiles = (lengths[sequence] + 63) / 64;
+  const int first = (int)((u64)tiles * split / splits), last = (int)((u64)tiles * (split + 1) / splits);
+  if (fetches)
     for (int i = 0, tile = first + turn; i < STAGES && tile < last; i++, tile += TURNS)
       Of::fetch(stages + i * Of::STAGE, barriers + i, from + (u64)tile * Of::BLOCK, logits_of + (u64)tile * heads * 64, held);
-  }
   __syncthreads();
 
   int stage = 0, parity = 0;

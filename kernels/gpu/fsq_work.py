@@ -37,7 +37,7 @@ class FsqWork:
 
     def __init__(
         self, batch: int, heads: int, grid: FsqGrid, blocks: int, device: torch.device, *,
-        shares: int = 1, score_splits: int | None = None, mix_splits: int | None = None, mix_turns: int | None = None,
+        shares: int = 1, score_splits: int | None = None, mix_splits: int | None = None,
     ) -> None:  # fmt: skip
         """Allocate for ``heads`` query heads and codes of ``grid``.
 
@@ -50,7 +50,6 @@ class FsqWork:
             shares: of the decoder.
             score_splits: blocks of threads that share a KV head's tokens; None: as many as fill the device once.
             mix_splits: likewise those that share a sequence's tokens; None: two for each multiprocessor.
-            mix_turns: groups of warps of the second kernel that share a block's tokens; None: as many as fit.
         """
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         # fixed after construction
@@ -59,7 +58,7 @@ class FsqWork:
         self.spans = -(-grid.width // _SPAN)
         self.spans_a_warp = min(2, self.spans)
         self.lanes = -(-self.spans // self.spans_a_warp)
-        self.turns = mix_turns or max(1, _MIX_WARPS // self.lanes)
+        self.turns = max(1, _MIX_WARPS // self.lanes)
         self._stage = BLOCK_TOKENS * grid.nbytes + 4 * BLOCK_TOKENS * MIX_HEADS
         self.stages = max(1, min(4, _MIX_SHARED // (self._stage * self.turns)))
         filling = max(1, 2 * processors // batch)

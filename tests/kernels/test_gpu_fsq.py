@@ -17,13 +17,13 @@ pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
 from strataflux.kernels.fsq import FsqGrid
 from strataflux.kernels.gpu.fsq_attend import (
     FsqPlan,
+    default_plan,
     fsq_attend,
     has_fsq_path,
     join_instance,
     mix_instance,
     scores_instance,
     shared_bytes,
-    teams_of,
 )
 from strataflux.kernels.gpu.fsq_decoder import FsqDecoder, RebuildKind
 from strataflux.kernels.gpu.fsq_merge import fsq_merge
@@ -35,23 +35,24 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "kernels" / "gpu" / "fsq_attend.cu"
-CASES: list[tuple[RebuildKind, int, tuple[int, ...], int, int, int, bool, int]] = [
-    # kind, width, lengths, KV heads, query heads for each, head size, keys normed, shares of a head
-    ("half", 84, (65, 1), 2, 2, 64, True, 1),
-    ("int8", 84, (200,), 2, 3, 64, True, 1),
-    ("fp8", 84, (64,), 1, 1, 64, True, 1),
-    ("half", 21, (63,), 3, 8, 64, False, 1),
-    ("int8", 70, (130, 300), 1, 4, 128, True, 1),
-    ("half", 256, (129,), 1, 2, 128, False, 1),
-    ("half", 40, (70, 129), 2, 3, 128, True, 2),
-    ("int8", 40, (64,), 1, 1, 128, False, 2),
-    ("fp8", 128, (70,), 1, 5, 128, True, 1),
-    ("fp8", 21, (130,), 2, 2, 64, False, 1),
+CASES: list[tuple[RebuildKind, int, tuple[int, ...], int, int, int, bool, int, int]] = [
+    # kind, width, lengths, KV heads, query heads for each, head size, keys normed, shares of a head, stages
+    ("half", 84, (65, 1), 2, 2, 64, True, 1, 1),
+    ("int8", 84, (200,), 2, 3, 64, True, 1, 2),
+    ("fp8", 84, (64,), 1, 1, 64, True, 1, 2),
+    ("half", 21, (63,), 3, 8, 64, False, 1, 2),
+    ("int8", 70, (130, 300), 1, 4, 128, True, 1, 2),
+    ("half", 256, (129,), 1, 2, 128, False, 1, 2),
+    ("half", 40, (70, 129), 2, 3, 128, True, 2, 2),
+    ("int8", 40, (64,), 1, 1, 128, False, 2, 2),
+    ("fp8", 128, (70,), 1, 5, 128, True, 1, 2),
+    ("fp8", 21, (900,), 1, 2, 64, False, 1, 1),
+    ("fp8", 20, (1500,), 1, 2, 64, True, 1, 2),
 ]
 BOUNDS = {"half": 2e-3, "int8": 2e-2, "fp8": 6e-2}
 """Relative errors: float16 keys; weights of the decoder rounded to 127ths of their row's largest, and to three bits."""
 
-Launch = Callable[[FsqCase, FsqDecoder, FsqWork], None]
+Launch = Callable[[FsqCase, FsqDecoder, FsqWork, FsqPlan], None]
 
 
 def _work(case: FsqCase, shares: int = 1, score_splits: int | None = None, mix_splits: int | None = None) -> FsqWork:
@@ -65,14 +66,14 @@ def _run_name(instance: str) -> str:
 
 
 def _case_of(numbers: tuple[Any, ...], device: torch.device) -> FsqCase:
-    _, width, lengths, kv_heads, group, d, normed, _ = numbers
+    _, width, lengths, kv_heads, group, d, normed, _, _ = numbers
     return make_fsq_case(FsqGrid.uniform(width, 16), lengths, kv_heads, group, d, normed, device)
 
 
-def _prepared(case: FsqCase, numbers: tuple[Any, ...]) -> tuple[FsqDecoder, FsqWork]:
-    kind, shares = numbers[0], numbers[-1]
+def _prepared(case: FsqCase, numbers: tuple[Any, ...]) -> tuple[FsqDecoder, FsqWork, FsqPlan]:
+    kind, shares, stages = numbers[0], *numbers[-2:]
     decoder = FsqDecoder(case.heads, case.codes.shape[1], case.queries.device, kind, shares)
-    return decoder, _work(case, shares)
+    return decoder, _work(case, shares), default_plan(decoder)._replace(stages=stages)
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +84,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     runs: dict[str, str] = {}
     for numbers in CASES:
         case = _case_of(numbers, torch.device("cpu"))
-        decoder, work = _prepared(case, numbers)
-        scores = scores_instance(decoder, work, FsqPlan(teams_of(decoder)))
+        decoder, work, plan = _prepared(case, numbers)
+        scores = scores_instance(decoder, work, plan)
         kinds = ((scores, 11, 3), (join_instance(decoder, work), 5, 2), (mix_instance(work), 6, 3))
         runs |= {name: _run(name, pointers, sizes) for name, pointers, sizes in kinds}
     mix = f'#include "{SOURCE.with_name("fsq_mix.cu")}"\n'
@@ -103,11 +104,10 @@ def _run(instance: str, pointers: int, sizes: int) -> str:
 
 
 def _on_emulation(library: ctypes.CDLL) -> Launch:
-    def launch(case: FsqCase, decoder: FsqDecoder, work: FsqWork) -> None:
-        teams, kv_heads = teams_of(decoder), case.heads.kv_heads
-        images, plan = len(decoder.images), FsqPlan(teams)
+    def launch(case: FsqCase, decoder: FsqDecoder, work: FsqWork, plan: FsqPlan) -> None:
+        images, kv_heads = len(decoder.images), case.heads.kv_heads
         splits = work.score_splits(images)
-        assert max(shared_bytes(decoder, teams), work.mix_shared) <= 16384 * 16
+        assert max(shared_bytes(decoder, plan), work.mix_shared) <= 16384 * 16
 
         def run(instance: str, blocks: int, threads: int, *given: Tensor | int) -> None:
             values = [ctypes.c_void_p(v.data_ptr()) if isinstance(v, Tensor) else v for v in given]
@@ -120,7 +120,7 @@ def _on_emulation(library: ctypes.CDLL) -> Launch:
         run(
             instance,
             work.batch * splits * images,
-            128 * teams,
+            128 * plan.teams,
             case.codes,
             *prepared,
             case.queries,
@@ -145,7 +145,7 @@ def launch(request: pytest.FixtureRequest, device: torch.device) -> Launch:
     if device.type == "cuda":
         if not has_fsq_path(torch.empty(1, device=device)):
             pytest.skip("no GPU of compute capability 9.0")
-        return lambda case, decoder, work: fsq_attend(case.queries, case.codes, case.lengths, decoder, work)
+        return lambda case, decoder, work, plan: fsq_attend(case.queries, case.codes, case.lengths, decoder, work, plan)
     return _on_emulation(request.getfixturevalue("library"))
 
 
@@ -158,9 +158,9 @@ def test_outputs_are_those_of_rebuilt_keys_and_values(
     numbers: tuple[Any, ...], launch: Launch, device: torch.device
 ) -> None:
     case = _case_of(numbers, device)
-    decoder, work = _prepared(case, numbers)
+    decoder, work, plan = _prepared(case, numbers)
     out = torch.full(case.queries.shape, torch.nan, device=device)
-    launch(case, decoder, work)
+    launch(case, decoder, work, plan)
     fsq_merge(work, decoder.values, out)
     assert _relative(out, case.exactly()) < BOUNDS[numbers[0]]
 
@@ -172,7 +172,7 @@ def test_splits_change_nothing(score_splits: int, mix_splits: int, launch: Launc
     outs = []
     for work in (_work(case), _work(case, 1, score_splits, mix_splits)):
         outs.append(torch.full(case.queries.shape, torch.nan, device=device))
-        launch(case, decoder, work)
+        launch(case, decoder, work, default_plan(decoder))
         fsq_merge(work, decoder.values, outs[-1])
     assert _relative(outs[1], outs[0].double()) < 1e-3  # weights are rounded relative to other maxima
 
@@ -183,9 +183,9 @@ def test_what_has_no_kernel_is_refused() -> None:
         FsqDecoder(random_heads(FsqGrid((4,) * 8 + (2,) * 8), 1, 64, True, cpu), 1, cpu)
     wide = random_heads(FsqGrid.uniform(1024, 16), 1, 128, True, cpu)
     with pytest.raises(ValueError, match="of shared memory as half, 232448 are there"):
-        teams_of(FsqDecoder(wide, 1, cpu, "half"))
-    assert teams_of(FsqDecoder(wide, 1, cpu, "int8")) == 2
-    assert teams_of(FsqDecoder(wide, 1, cpu, "half", shares=2)) == 2
+        default_plan(FsqDecoder(wide, 1, cpu, "half"))
+    assert default_plan(FsqDecoder(wide, 1, cpu, "int8")) == FsqPlan(2, 1)
+    assert default_plan(FsqDecoder(wide, 1, cpu, "half", shares=2)) == FsqPlan(2, 1)
     with pytest.raises(ValueError, match="2 shares of 64 channels"):
         FsqDecoder(random_heads(FsqGrid.uniform(8, 16), 1, 64, True, cpu), 1, cpu, shares=2)
     wider = random_heads(FsqGrid.uniform(2300, 16), 1, 64, True, cpu)
