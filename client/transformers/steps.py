@@ -3,15 +3,20 @@
 A call decodes if it brings one token for each sequence. As in :class:`~strataflux.client.refined.RefinedModel`, a tile
 of the KV cache that filled up is encoded before the session's step begins, and a step that the daemon had to cut off is
 taken back and run again unrefined. A pass over several tokens is not refined, and none of it is inside a step.
+
+A layer with a sliding window forgets with every token what a step taken back would need: for the length of a step it
+keeps that, which the library has for decoding by guesses.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from strataflux.client.errors import MisuseError
 from strataflux.client.transformers.cache import StrataFluxCache
@@ -68,16 +73,17 @@ class Steps:
         low_bit = cache if isinstance(cache, StrataFluxCache) else None
         if low_bit is not None:
             low_bit.sequences.begin_step()
-        self._refine(low_bit, True)
-        try:
-            with session.step() as step:
-                outputs = self._forward(**named)
-        finally:
-            self._refine(low_bit, False)
-        if step.end():
-            return outputs
-        if cache is not None:
-            cache.crop(-1)
+        with _keeping(cache):
+            self._refine(low_bit, True)
+            try:
+                with session.step() as step:
+                    outputs = self._forward(**named)
+            finally:
+                self._refine(low_bit, False)
+            if step.end():
+                return outputs
+            if cache is not None:
+                cache.crop(-1)
         return self._forward(**named)
 
     def _refine(self, cache: StrataFluxCache | None, on: bool) -> None:
@@ -87,7 +93,7 @@ class Steps:
 
     def _can_take_back(self, cache: Cache | None) -> bool:
         """Whether the last token can be taken out of ``cache`` again."""
-        can = cache is None or isinstance(cache, StrataFluxCache) or (cache.is_croppable and not any(cache.is_sliding))
+        can = cache is None or isinstance(cache, StrataFluxCache) or (cache.is_croppable and _windows_can_wait(cache))
         if not can and not self._told:
             self._told = True
             _LOG.warning("not refined: a %s, out of which no step can be taken back (told once)", type(cache).__name__)
@@ -110,6 +116,27 @@ class Steps:
             return (kept, *outputs[1:])
         outputs.logits = kept
         return outputs
+
+
+def _windows_can_wait(cache: Cache) -> bool:
+    """Whether layers with windows, if ``cache`` has any, can keep what leaves them, and are not told to by others."""
+    sliding = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
+    return all(isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past for layer in sliding)
+
+
+@contextmanager
+def _keeping(cache: Cache | None) -> Iterator[None]:
+    """Layers of ``cache`` with windows keep what leaves them until the block ends."""
+    layers = [] if cache is None or isinstance(cache, StrataFluxCache) else cache.layers
+    sliding = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
+    for layer in sliding:
+        layer.record_past = True
+    try:
+        yield
+    finally:
+        for layer in sliding:
+            layer.crop(0)
+            layer.record_past = False
 
 
 def _token_of(named: Mapping[str, Any], at: int, past: int) -> dict[str, Any]:

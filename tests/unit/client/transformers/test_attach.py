@@ -7,15 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from strataflux.client.errors import DaemonUnavailableError
 from strataflux.client.prepare.prepared import PreparedModel
+from strataflux.client.prepare.settings import PrepareSettings
+from strataflux.client.prepare.source import open_source
+from strataflux.client.prepare.write import prepare
 from strataflux.client.refined import RefinedModel
 from strataflux.client.runtime.decoder import Decoder
 from strataflux.client.runtime.models import DecoderWeights
 from strataflux.client.transformers import attach, detach
 from strataflux.client.transformers.projections import RefinedLinear
+from strataflux.proto.store_format import open_store
 from tests.fakes.daemon import FakeDaemon
+from tests.unit.client.conftest import TinySource
+from tests.unit.client.prepare.test_sources import hf_tensors, write_hf
 from tests.unit.client.transformers.conftest import NEAR, Load, connect, own_logits, step_logits, tokens
 
 
@@ -114,6 +121,52 @@ def test_a_step_that_was_cut_off_is_taken_back_and_run_again_unrefined(
         assert cache.get_seq_length() == at + 1
     assert model.strataflux.stats().steps_invalid >= 1
     detach(model)
+
+
+WINDOW = 5
+
+
+@pytest.fixture
+def windowed(tmp_path: Path, source: TinySource) -> tuple[Any, PreparedModel]:
+    """A checkpoint with a window in its first layer, loaded, and what was prepared from it."""
+    other = source.with_config(architecture="qwen3")
+    weights = hf_tensors(other)
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].half().float()
+    kinds = ["sliding_attention", "full_attention"]
+    told: dict[str, Any] = {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": kinds}
+    write_hf(tmp_path / "windowed", other, weights, model_type="qwen3", **told)
+    made = prepare(open_source(tmp_path / "windowed"), tmp_path / "made", PrepareSettings())
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "windowed"), made
+
+
+def test_layers_with_windows_are_refined_and_steps_in_them_taken_back(
+    windowed: tuple[Any, PreparedModel], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model, made), ids = windowed, tokens(14)
+    with FakeDaemon(tmp_path_factory.mktemp("f"), [open_store(made.store)], ring_log2=16) as fake:
+        fake.publish(0, *range(fake.manifests[0].record_count))
+        attach(model, made.folder, runtime_dir=fake.path.parent, k=64)
+        cache = DynamicCache(config=model.config)
+        torch.testing.assert_close(step_logits(model, ids, cache), own_logits(made, fake, ids, k=64), **NEAR)
+        assert model.strataflux.stats().lookups > 0
+        assert cache.layers[0].keys.shape[2] == WINDOW - 1  # as many as the library keeps
+        detach(model)
+
+        attach(model, made.folder, runtime_dir=fake.path.parent, k=0)
+        expected, cache = step_logits(model, ids), DynamicCache(config=model.config)
+        step_logits(model, ids[:, :9], cache)
+        down = model.model.layers[-1].mlp.down_proj
+        original = down.forward
+
+        def fenced(x: torch.Tensor) -> Any:
+            fake.fence()
+            return original(x)
+
+        monkeypatch.setattr(down, "forward", fenced)
+        torch.testing.assert_close(step_logits(model, ids[:, 9:], cache), expected[:, 9:], **NEAR)
+        assert model.strataflux.stats().steps_invalid >= 1
+        assert [layer.get_seq_length() for layer in cache.layers] == [14, 14]
+        detach(model)
 
 
 def test_without_a_daemon_it_works_and_says_so_once(
