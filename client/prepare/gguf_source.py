@@ -66,6 +66,11 @@ class GgufSource:
                 "'none', or factors in rope_freqs.weight",
                 "use the Hugging Face folder of this model",
             )
+        window, context = int(self._own("attention.sliding_window", 0)), int(self._own("context_length"))
+        if 0 < window < context:
+            # Which layers it is meant for is not in the file, but in the code of who runs the architecture.
+            found = f"{self._architecture}.attention.sliding_window = {window} of {context} positions"
+            raise UnsupportedModel(self.path, found, "no window", "use the Hugging Face folder of this model")
         try:
             return ModelConfig(
                 vocabulary=int(self._entry("token_embd.weight").shape[1]),
@@ -75,7 +80,7 @@ class GgufSource:
                 heads=heads,
                 kv_heads=int(self._own("attention.head_count_kv", heads)),
                 head_dim=head_dim,
-                context=int(self._own("context_length")),
+                context=context,
                 rope_theta=float(self._own("rope.freq_base", 10000.0)),
                 norm_epsilon=float(self._own("attention.layer_norm_rms_epsilon")),
                 tied_head="output.weight" not in self._tensors,

@@ -64,9 +64,13 @@ def gguf_tensors(source: Any) -> Tensors:
     return tensors
 
 
-def write_gguf(path: Path, source: Any, tensors: Tensors, architecture: str | None = None) -> None:
+def write_gguf(
+    path: Path, source: Any, tensors: Tensors, architecture: str | None = None, window: int | None = None
+) -> None:
     config, meta = source.config, source.tokenizer_metadata()
     writer = gguf.GGUFWriter(path, architecture or config.architecture)
+    if window is not None:
+        writer.add_sliding_window(window)
     writer.add_key_length(config.head_dim)
     writer.add_context_length(config.context)
     writer.add_embedding_length(config.hidden)
@@ -302,6 +306,16 @@ def test_gguf_of_another_architecture(tmp_path: Path, tiny_source: Any) -> None:
     write_gguf(tmp_path / "m.gguf", tiny_source, gguf_tensors(tiny_source), architecture="gpt2")
     with pytest.raises(UnsupportedModel, match="architecture 'gpt2'; expected 'llama' or 'qwen3'"):
         open_source(tmp_path / "m.gguf")
+
+
+def test_gguf_with_a_window_is_refused_unless_the_context_is_within(tmp_path: Path, tiny_source: Any) -> None:
+    context = tiny_source.config.context
+    write_gguf(tmp_path / "m.gguf", tiny_source, gguf_tensors(tiny_source), window=context - 1)
+    with pytest.raises(UnsupportedModel, match=r"llama\.attention\.sliding_window = 63 of 64 positions.*Hugging Face"):
+        _ = open_source(tmp_path / "m.gguf").config
+    write_gguf(tmp_path / "whole.gguf", tiny_source, gguf_tensors(tiny_source), window=context)
+    read = open_source(tmp_path / "whole.gguf").config
+    assert (read.windows, read.context) == ((), context)
 
 
 def test_gguf_with_biases_is_refused_rather_than_read_without(tmp_path: Path, tiny_source: Any) -> None:
