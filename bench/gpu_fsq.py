@@ -147,7 +147,7 @@ def build(
         heads = random_heads(FsqGrid.uniform(2 * nbytes, 16), 1, 128, True, cpu)
         for kind in kinds:
             for group in {*groups, *GROUPS}:
-                tried = [Plan(), *plans]
+                tried = [Plan(), *(plans if group in groups else [])]
                 decoder = prepared(heads, 1, kind, cpu)
                 work = FsqWork(1, group, heads.grid, 1, cpu, shares=decoder.shares)
                 names.add(join_instance(decoder, work))

@@ -122,6 +122,25 @@ struct Mix {
     add(sums[u], a, words, odd, masks);
   }
 
+  // A row's sums, where they belong: a lane has 16 coordinates of each span next to each other.
+  static __device__ __forceinline__ void leave_sums(const State& state, int r, float* part, int span, int c) {
+#pragma unroll
+    for (int u = 0; u < SPANS; u++) {
+      if (span + u >= ALL) break;
+      float4* to = (float4*)(part + (span + u) * 64 + 16 * c);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float(*four)[4] = state.sums[u] + 4 * (i % 2);
+        const int n = 2 * r + i / 2;
+        to[i] = {four[0][n], four[1][n], four[2][n], four[3][n]};
+      }
+    }
+  }
+  static __device__ __forceinline__ void leave_total(const State& state, int r, float* top, float* total) {
+    *total = state.total[2 * r];
+    *top = *total > 0 ? state.most[r] : -__int_as_float(0x7F800000);
+  }
+
   static __device__ __forceinline__ void fetch(u8* stage, u64* barrier, const u8* block, const float* logits, int rows) {
     expect_bytes(barrier, BLOCK + 256 * rows);
     copy_bytes(stage, block, BLOCK, barrier);
@@ -207,22 +226,10 @@ __global__ void __launch_bounds__(Mix<BYTES, SPANS, TURNS, STAGES>::THREADS, 2) 
     for (int i = 0; i < TURNS - 1; i++) Of::add_state(state, left + Of::KEPT * (i * 32 * Of::LANES + place));
   }
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    if (g + 8 * r >= held) continue;
-    const u64 piece = ((u64)sequence * heads + first_head + g + 8 * r) * splits + split;
-    const float total = state.total[2 * r];
-    if (span == 0 && c == 0) tops[piece] = total > 0 ? state.most[r] : -__int_as_float(0x7F800000), totals[piece] = total;
-#pragma unroll
-    for (int u = 0; u < SPANS; u++) {
-      if (span + u >= Of::ALL) break;
-      float4* to = (float4*)(parts + (piece * Of::ALL + span + u) * 64 + 16 * c);
-#pragma unroll
-      for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int q = 0; q < 2; q++) {
-          const float(*sums)[4] = state.sums[u];
-          to[2 * n + q] = {sums[4 * q][2 * r + n], sums[4 * q + 1][2 * r + n], sums[4 * q + 2][2 * r + n], sums[4 * q + 3][2 * r + n]};
-        }
+  for (int r = 0; r < 2; r++)
+    if (g + 8 * r < held) {
+      const u64 piece = ((u64)sequence * heads + first_head + g + 8 * r) * splits + split;
+      if (span == 0 && c == 0) Of::leave_total(state, r, tops + piece, totals + piece);
+      Of::leave_sums(state, r, parts + piece * Of::ALL * 64, span, c);
     }
-  }
 }

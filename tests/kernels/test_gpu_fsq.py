@@ -165,6 +165,20 @@ def test_outputs_are_those_of_rebuilt_keys_and_values(
     assert _relative(out, case.exactly()) < BOUNDS[numbers[0]]
 
 
+def test_rows_and_biases_of_any_size_fit_fp8(launch: Launch, device: torch.device) -> None:
+    case = _case_of(CASES[2], device)
+    keys, bias = case.heads.key_decoder.clone(), case.heads.key_bias.clone()
+    keys[:, 3] *= 1000
+    keys[:, 5] = keys[:, 5].abs() * 300  # all of one sign: its levels' centre is far from zero
+    bias[:, 7] += 20000
+    case = case._replace(heads=dataclasses.replace(case.heads, key_decoder=keys, key_bias=bias))
+    decoder, work, plan = _prepared(case, CASES[2])
+    out = torch.full(case.queries.shape, torch.nan, device=device)
+    launch(case, decoder, work, plan)
+    fsq_merge(work, decoder.values, out)
+    assert _relative(out, case.exactly()) < BOUNDS["fp8"]
+
+
 @pytest.mark.parametrize(("score_splits", "mix_splits"), [(1, 1), (2, 5), (5, 3)])
 def test_splits_change_nothing(score_splits: int, mix_splits: int, launch: Launch, device: torch.device) -> None:
     case = _case_of(CASES[4], device)
