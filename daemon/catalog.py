@@ -114,20 +114,25 @@ class Catalog(Generic[S]):
         """Serve one more store, whose identity digest is returned.
 
         Raises:
-            AlreadyServed: it is. StoreError, DirectIoUnavailable, Refusal: it cannot be served; nothing was changed.
+            AlreadyServed: it is. StoreError, DirectIoUnavailable, Refusal: it cannot be served. OSError: it cannot be
+                remembered. Nothing was changed.
         """
         async with self._lock:
             digest = await self._add(settings, added=added)
             if added:
-                await self._save()
+                try:
+                    await self._save()
+                except OSError:  # a restart would not serve it, and whoever asked is told that it is not
+                    await self._remove(self._index_of(settings.path), "it could not be remembered")
+                    raise
             return digest
 
     async def remove(self, entry: Served[S], reason: str, *, delete: bool = False) -> int:
         """Serve a store no more, and delete its files if told to; how many sessions were told to attach again.
 
         Raises:
-            NotServed: it is not served any more, whoever has its index by now. OSError: it is served no more, but its
-                files cannot be deleted.
+            NotServed: it is not served any more, whoever has its index by now. OSError: it is served no more, but that
+                cannot be remembered, or its files cannot be deleted.
         """
         doomed = None
         async with self._lock:
@@ -148,12 +153,17 @@ class Catalog(Generic[S]):
         """An added store that could not be opened need not be looked for any more.
 
         Raises:
-            OSError: it is not, but what is left of its files cannot be deleted.
+            OSError: that cannot be remembered, and nothing was changed; or what is left of its files cannot be deleted.
         """
         doomed = None
         async with self._lock:
+            before = dict(self.absent)
             settings = self.absent.pop(name, None)
-            await self._save()
+            try:
+                await self._save()
+            except OSError:
+                self.absent = before
+                raise
             if delete and settings is not None and self._folder().holds(settings.path):
                 doomed = await self._hide(settings.path)
         await _delete(doomed)

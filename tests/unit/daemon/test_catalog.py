@@ -254,6 +254,25 @@ def test_stores_that_are_not_there(kit: Kit, name: str) -> None:
         kit.catalog.find(name)
 
 
+async def test_what_a_full_disk_does_not_let_be_remembered_is_not_done(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit.folder.save_added([StoreConfig(kit.folder.path / "lost")])
+    kit.begin()
+
+    def full(stores: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(kit.folder, "save_added", full)
+    with pytest.raises(OSError, match="No space"):
+        await kit.catalog.add(kit.make("b"), added=True)
+    assert kit.names() == ["store"]
+    assert kit.bench.reader.calls[-1] == "remove(1)"
+    with pytest.raises(OSError, match="No space"):
+        await kit.catalog.forget("lost")
+    assert list(kit.catalog.absent) == ["lost"]
+
+
 class SlowDisk:
     """Deletes files when it is let."""
 
