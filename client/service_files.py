@@ -16,9 +16,10 @@ from typing import Final
 
 from strataflux.client.errors import MisuseError
 
-__all__ = ["Plan", "ServiceFile", "daemon_program", "plan_system", "plan_user", "write_file"]
+__all__ = ["Plan", "ServiceFile", "daemon_program", "fate_of", "plan_system", "plan_user", "write_file"]
 
 _PROGRAM: Final = "/usr/bin/stratafluxd"
+_MASK: Final = Path("/dev/null")
 _HIDDEN: Final = ("/home", "/root", "/run/user")
 """Folders that ``ProtectHome=yes`` of the system unit hides from the service."""
 
@@ -110,17 +111,30 @@ def plan_user(program: Path, environment: Mapping[str, str]) -> Plan:
     )
 
 
+def fate_of(file: ServiceFile) -> str:
+    """What :func:`write_file` would do now: ``written``, or what is there stays: ``unchanged``, ``kept``, or ``masked``
+    by the operator's ``systemctl mask``.
+
+    Raises:
+        OSError: what is there cannot be read.
+    """
+    if not os.path.lexists(file.path):
+        return "written"
+    if file.keep:  # a link that leads nowhere now is the operator's, too
+        return "unchanged" if file.path.is_file() and file.path.read_bytes() == file.text.encode() else "kept"
+    if file.path.is_symlink() and file.path.readlink() == _MASK:
+        return "masked"
+    return "unchanged" if file.path.exists() and file.path.read_bytes() == file.text.encode() else "written"
+
+
 def write_file(file: ServiceFile) -> str:
-    """Write one file whole or not at all; ``written``, ``unchanged`` or ``kept``.
+    """Write one file whole or not at all; its fate.
 
     Raises:
         OSError: it cannot be written.
     """
-    if file.path.exists():
-        if file.path.read_text(encoding="utf-8") == file.text:
-            return "unchanged"
-        if file.keep:
-            return "kept"
+    if (fate := fate_of(file)) != "written":
+        return fate
     file.path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{file.path.name}.", dir=file.path.parent)
     try:
@@ -133,7 +147,7 @@ def write_file(file: ServiceFile) -> str:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    return "written"
+    return fate
 
 
 def _text(name: str) -> str:

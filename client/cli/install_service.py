@@ -10,7 +10,7 @@ import typer
 from strataflux.client.cli.options import JsonOption
 from strataflux.client.cli.output import Output, print_note
 from strataflux.client.errors import MisuseError
-from strataflux.client.service_files import Plan, daemon_program, plan_system, plan_user, write_file
+from strataflux.client.service_files import Plan, daemon_program, fate_of, plan_system, plan_user, write_file
 
 __all__ = ["install_service", "register"]
 
@@ -37,7 +37,7 @@ def install_service(
     _refuse_without_root(system and not staged and not dry_run)
     done = {}
     for file in plan.files:
-        done[str(file.path)] = "would be written" if dry_run else write_file(file)
+        done[str(file.path)] = _would(fate_of(file)) if dry_run else write_file(file)
         output.print(f"{done[str(file.path)]:<10} {file.path}")
         if dry_run:
             output.print("\n".join(f"    {line}" for line in file.text.splitlines()))
@@ -48,8 +48,14 @@ def install_service(
         print_note(f"not run, because no systemd runs here or --root was given: {'; '.join(commands)}")
     else:
         _run(plan)
+    if "masked" in done.values():
+        print_note("a masked unit stays so and cannot be started: systemctl unmask it, then install again")
     output.print("next:\n" + "\n".join(f"  {step}" for step in plan.next_steps))
     output.result({"program": started, "files": done, "commands": commands, "dry_run": dry_run})
+
+
+def _would(fate: str) -> str:
+    return "would be written" if fate == "written" else f"would stay {fate}"
 
 
 def _refuse_without_root(needed: bool) -> None:

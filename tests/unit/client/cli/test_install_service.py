@@ -72,3 +72,26 @@ def test_a_program_that_the_sandbox_hides_is_refused(tmp_path: Path, capsys: pyt
     assert leave("install-service", f"--root={tmp_path}", "--program=/home/me/.venv/bin/stratafluxd") == 2
     assert "below /home" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_operator_made_of_it_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A configuration in another encoding, or behind a link to what is not mounted now; a unit that is masked."""
+    words = ("install-service", f"--root={tmp_path}", "--program=/opt/sf/stratafluxd", "--json")
+    config, unit = tmp_path / "etc/strataflux/stratafluxd.toml", tmp_path / "etc/systemd/system/stratafluxd.service"
+    for folder in (config.parent, unit.parent):
+        folder.mkdir(parents=True)
+    unit.symlink_to("/dev/null")
+    config.write_bytes("# gr\u00fc\u00dfe\n".encode("latin-1"))
+    assert leave(*words) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["files"] | {str(config): "kept", str(unit): "masked"} == json.loads(said.out)["files"]
+    assert "systemctl unmask" in said.err
+    assert str(unit.readlink()) == "/dev/null"
+    config.unlink()
+    config.symlink_to(tmp_path / "nfs/stratafluxd.toml")
+    assert leave(*words, "--dry-run") == 0
+    fates = json.loads(capsys.readouterr().out)["files"]
+    assert (fates[str(config)], fates[str(unit)]) == ("would stay kept", "would stay masked")
+    assert fates[str(unit.with_suffix(".socket"))] == "would stay unchanged"
+    assert leave(*words) == 0
+    assert config.is_symlink()
