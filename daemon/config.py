@@ -4,6 +4,8 @@ Nothing is ignored: an unknown key, a value of another kind and one out of bound
 Order of precedence: flag, file, default. systemd/stratafluxd.toml shows every key.
 """
 
+import os
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -292,17 +294,26 @@ def _refuse_crossed(memory: MemoryConfig, source: str) -> None:
         )
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Never wait for whoever might write into a pipe of that name."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(path, "no regular file", "a TOML file", "name one: each reload reads it again")
             raw = file.read(_FILE_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(path, str(error.strerror), "a readable TOML file", "check the path and its mode") from error
     if len(raw) > _FILE_MAX_BYTES:
         raise ConfigError(path, f"more than {_FILE_MAX_BYTES} bytes", "a TOML file within that", "check the path")
+    if not raw.strip():  # what an editor leaves on a full disk
+        raise ConfigError(path, "an empty file", "a TOML file", "write it again; for defaults alone a comment will do")
     try:
         return tomllib.loads(raw.decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         remedy = "mend it; systemd/stratafluxd.toml shows every key"
         raise ConfigError(path, f"no TOML ({error})", "a TOML file in UTF-8", remedy) from error
 

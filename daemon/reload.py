@@ -5,8 +5,10 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from strataflux.daemon.config import Config
+from strataflux.daemon.errors import ConfigError
+from strataflux.daemon.store_folder import StoreFolder
 
-__all__ = ["Reloads", "merge"]
+__all__ = ["Reloads", "merge", "require_something"]
 
 _LIVE = ("tenants", "attach", "life", "health", "memory", "scrub", "log")
 _LATER = ("runtime_dir", "imports", "cache", "kv", "reader", "metrics")
@@ -20,6 +22,17 @@ def merge(running: Config, wanted: Config) -> tuple[Config, list[str]]:
     """
     later = [name for name in _LATER if getattr(running, name) != getattr(wanted, name)]
     return replace(running, **{name: getattr(wanted, name) for name in _LIVE}), later
+
+
+def require_something(config: Config, imports: StoreFolder | None) -> None:
+    """Refuse a configuration that would serve nobody anything. ``imports``: where stores may come from later.
+
+    Raises:
+        ConfigError: no store, no KV and no folder of imports.
+    """
+    if not config.stores and not config.kv.sessions and imports is None:
+        remedy = "add a [[store]], or set kv.sessions or imports.folder"
+        raise ConfigError("store", "no store and no KV", "something to serve", remedy)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from strataflux.daemon.admission import Admission
 from strataflux.daemon.attach import AttachServer
 from strataflux.daemon.catalog import Catalog
 from strataflux.daemon.config import Config
-from strataflux.daemon.errors import ConfigError, DaemonError
+from strataflux.daemon.errors import DaemonError
 from strataflux.daemon.health import Health, ProgressWatch
 from strataflux.daemon.interface import Reader, ServedStore
 from strataflux.daemon.logs import configure_logging
@@ -32,7 +32,7 @@ from strataflux.daemon.notify import Notifier, activated_sockets, watchdog_secon
 from strataflux.daemon.pressure import MemoryState, Watermarks, memory_state
 from strataflux.daemon.probe import Prober
 from strataflux.daemon.quotas import Quotas
-from strataflux.daemon.reload import Reloads, merge
+from strataflux.daemon.reload import Reloads, merge, require_something
 from strataflux.daemon.runtime_dir import RuntimeFolder
 from strataflux.daemon.scrub import Scrubber
 from strataflux.daemon.served import accesses_of
@@ -141,6 +141,7 @@ class Server(Generic[S]):
         self._notifier.send(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
         try:
             wanted = await asyncio.to_thread(self._read_config)
+            require_something(wanted, self._catalog.folder)
             await self._catalog.add_all(wanted.stores)
             self.config, later = merge(self.config, wanted)
             await self._apply()
@@ -176,9 +177,7 @@ class Server(Generic[S]):
     async def startup(self) -> None:
         """From nothing to READY: preflight, lock, stores, reader, attach, control, metrics."""
         config = self.config
-        if not config.stores and not config.kv.sessions and self._catalog.folder is None:
-            remedy = "add a [[store]], or set kv.sessions or imports.folder"
-            raise ConfigError("store", "no store and no KV", "something to serve", remedy)
+        require_something(config, self._catalog.folder)
         require_memory(config.cache.weight_bytes, config.cache.kv_bytes, available_memory())
         activated = activated_sockets(self._environment, os.getpid())
         for listener in activated.values():

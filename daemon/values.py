@@ -2,7 +2,6 @@
 
 import grp
 import importlib
-import math
 import pwd
 import re
 from collections.abc import Callable
@@ -34,7 +33,7 @@ T = TypeVar("T")
 
 _UNITS: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _LABEL: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
-_SIZE: Final = re.compile(r"(\d{1,15}) ?(B|KiB|MiB|GiB|TiB)?")
+_SIZE: Final = re.compile(r"([0-9]{1,15}) ?(B|KiB|MiB|GiB|TiB)?")
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def number(minimum: int, maximum: int) -> Kind[int]:
     """An integer within bounds."""
 
     def parse(value: object) -> int:
-        if isinstance(value, str) and re.fullmatch(r"\d{1,18}", value):
+        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}", value):
             value = int(value)
         return _bounded(value, minimum, maximum)
 
@@ -84,9 +83,9 @@ def seconds(minimum: float, maximum: float) -> Kind[float]:
     """Seconds, fractions allowed."""
 
     def parse(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError
-        if not minimum <= value <= maximum:
+        if not minimum <= value <= maximum:  # true of what is not a number, too
             raise ValueError
         return float(value)
 
@@ -170,7 +169,7 @@ class Address:
 def _address(value: object) -> Address | None:
     if value == "":
         return None
-    if not isinstance(value, str) or not (match := re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[0-9.]+):(\d{1,5})", value)):
+    if not isinstance(value, str) or not (match := re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[0-9.]+):([0-9]{1,5})", value)):
         raise ValueError
     if int(match[2]) > 65_535:
         raise ValueError

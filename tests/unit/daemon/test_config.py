@@ -1,5 +1,6 @@
 """Configuration: what is right is taken over with its units, what is not stops the start and says where."""
 
+import os
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,8 @@ json = true
         ('[reader]\nengine = "spdk"', "reader.engine", "'spdk'"),
         ("[reader]\nqueue_depth = 0", "reader.queue_depth", "0"),
         ("[reader]\ngrace_seconds = nan", "reader.grace_seconds", "nan"),
+        ("[reader]\ngrace_seconds = inf", "reader.grace_seconds", "inf"),
+        (f"[reader]\ngrace_seconds = 1{400 * '0'}", "reader.grace_seconds", "1000"),
         ('[reader]\ngrace_seconds = "2"', "reader.grace_seconds", "'2'"),
         ("[attach]\nmax_sessions = 65", "attach.max_sessions", "65"),
         ('[metrics]\nlisten = "localhost:9464"', "metrics.listen", "'localhost:9464'"),
@@ -128,12 +131,25 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     assert caught.value.subject == str(tmp_path / "absent.toml")
     with pytest.raises(ConfigError, match="no TOML"):
         load_config(write(tmp_path, "[cache"))
+    with pytest.raises(ConfigError, match="no TOML"):
+        load_config(write(tmp_path, f"x = {20_000 * '['}"))
+    with pytest.raises(ConfigError, match="an empty file"):
+        load_config(write(tmp_path, "\n"))
+    assert load_config(write(tmp_path, "# all as it comes\n")) == Config()
     with pytest.raises(ConfigError, match="more than"):
         load_config(write(tmp_path, "#" * (1 << 21)))
     path = tmp_path / "latin.toml"
     path.write_bytes(b'runtime_dir = "\xff"')
     with pytest.raises(ConfigError, match="no TOML"):
         load_config(path)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="no regular file"):
+        load_config(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"regular|directory"):
+        load_config(tmp_path)
 
 
 def test_flags_stand_over_the_file(tmp_path: Path) -> None:

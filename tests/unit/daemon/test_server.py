@@ -260,6 +260,17 @@ async def test_a_bad_file_leaves_what_is_in_force(tmp_path: Path) -> None:
     await task
 
 
+async def test_a_file_that_names_nothing_to_serve_is_refused_by_a_reload_as_by_a_start(tmp_path: Path) -> None:
+    life = Life(tmp_path, kv={"sessions": 0})
+    task = await life.run()
+    life.wanted = replace(life.config, stores=())
+    await life.server.reload()
+    assert "something to serve" in life.server.health.reasons["config"]
+    assert len(life.server._catalog.served) == 1
+    life.server.begin_drain()
+    await task
+
+
 async def test_a_new_generation_is_taken_and_its_sessions_attach_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
