@@ -19,7 +19,7 @@ MIX_HEADS: Final = 16
 """Heads that a block of threads of the second kernel has."""
 
 _SPAN: Final = 64
-_MIX_WARPS: Final = 6
+_MIX_WARPS: Final = 6  # of a block of threads: two blocks take the registers of a multiprocessor
 _MIX_SHARED: Final = 110 << 10  # two blocks of threads a multiprocessor
 
 
