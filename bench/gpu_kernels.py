@@ -35,7 +35,7 @@ from strataflux.kernels.lowbit_gemv import STRIP, LowbitWeights, Plan, StreamPla
 LAYERS = 32
 VARIANTS = {"4-bit": (4, 128), "3-bit": (3, 128), "codebook 4": (4, 0), "codebook 3": (3, 0), "codebook 2": (2, 0)}
 PLANS = [Plan(t, w, d) for t in (1, 2) for w in (4, 8, 16) for d in (1, 2, 4) if t * d < 8]
-STREAMS = [StreamPlan(*p) for p in ((8, 3), (8, 4), (8, 6), (8, 3, 2), (4, 4, 2), (4, 6, 2), (16, 2))]
+STREAMS = [StreamPlan(*p) for p in ((16, 2), (16, 3), (16, 4), (8, 4), (8, 6), (14, 2))]
 CHECKED = [Plan(1, 8, 2), Plan(2, 4, 1)]
 CHECKED_KINDS = [*VARIANTS.values(), (2, 64), (3, 64), (4, 64)]
 

@@ -131,14 +131,6 @@ class CudaFunction:
             self._set(driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
             self._allowed = size
 
-    def leave_room(self) -> None:
-        """Let multiprocessors have as much shared memory as they can while this runs, not only what it needs: so the
-        blocks of the next launch may begin beside its own.
-        """
-        from cuda.bindings import driver
-
-        self._set(driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
-
     def _set(self, attribute: Any, value: int) -> None:
         from cuda.bindings import driver
 

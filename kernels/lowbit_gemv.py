@@ -89,8 +89,8 @@ class StreamPlan(NamedTuple):
     ring, blocks a multiprocessor; ``early`` and ``ahead`` as of :class:`Plan`.
     """
 
-    warps: int = 8
-    stages: int = 4
+    warps: int = 16
+    stages: int = 2
     share: int = 1
     early: bool = True
     ahead: int = 0
@@ -270,7 +270,7 @@ def gemv(
             errands.run()
         gemv_triton(weights, x, y, add=add)
         return
-    plan = plan or default_plan(weights)
+    plan = plan or default_plan(weights, batch)
     if isinstance(plan, StreamPlan):
         from strataflux.kernels.lowbit_gemv_stream import gemv_stream
 
@@ -311,15 +311,18 @@ def instance_name(weights: LowbitWeights, plan: Plan, batch: int, *, add: bool, 
     return f"lowbit_gemv<{','.join(map(str, numbers))}>"
 
 
-def default_plan(weights: LowbitWeights) -> Plan:
+def default_plan(weights: LowbitWeights, batch: int = 1) -> Plan | StreamPlan:
     """The plan for a shape: what a sweep on an H200 found best or within 5 % of it, one input (docs/PERFORMANCE.md).
 
-    Few rows leave the device idle unless more warps share a block's strips; two tiles a warp use each input twice.
-    Codebooks of 16 values need registers and shared memory for their tables, and do better with one tile and more in
-    flight.
+    Scaled weights stream where there is one input. Else few rows leave the device idle unless more warps share a
+    block's strips; two tiles a warp use each input twice. Codebooks of 16 values need registers and shared memory for
+    their tables, and do better with one tile and more in flight.
     """
     tiles, strips = weights.words.shape[:2]
-    if weights.group == 0 and weights.bits == 4:
+    plan: Plan | StreamPlan
+    if weights.group and batch == 1:
+        plan = StreamPlan()
+    elif weights.group == 0 and weights.bits == 4:
         plan = Plan(1, 4, 2) if tiles >= 1024 else Plan(1, 4, 4) if tiles >= 320 else Plan(1, 8, 2)
     else:
         plan = Plan(2, 4 if tiles >= 1024 else 8 if tiles >= 320 else 16, 1)

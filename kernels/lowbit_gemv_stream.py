@@ -1,8 +1,9 @@
 """The fast path of :mod:`strataflux.kernels.lowbit_gemv` for one input (lowbit_gemv_stream.cu).
 
 That module gives the formula, the bytes and the reference. Here weights come through rings in shared memory, which are
-filled before the kernel before has ended: few registers are held, so the blocks of two launches, and those of errands,
-find room beside each other on a multiprocessor.
+filled before the kernel before has ended. A block takes more shared memory than it needs, so that no two are on one
+multiprocessor: those of a launch that starts early would gather on the few that are free first. Errands run in threads
+of their own in the same blocks.
 """
 
 from functools import cache
@@ -13,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from strataflux.kernels.cuda_build import CudaFunction, device_capability, load_function, multiprocessors
+from strataflux.kernels.gpu.host_memory import device_attribute
 from strataflux.kernels.lowbit_gemv import STRIP, LowbitWeights, StreamPlan
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ __all__ = ["gemv_stream", "shared_bytes", "stream_instance"]
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 _PIECE: Final = 16
+_ERRAND_THREADS: Final = 128
+"""That a block has beside those that multiply."""
 
 
 def stream_instance(weights: LowbitWeights, plan: StreamPlan, *, add: bool, beside: bool = False) -> str:
@@ -34,14 +38,13 @@ def _groups(weights: LowbitWeights) -> int:
     return STRIP // weights.group if weights.group else 0
 
 
-def shared_bytes(weights: LowbitWeights, plan: StreamPlan, blocks: int) -> int:
+def shared_bytes(weights: LowbitWeights, plan: StreamPlan, blocks: int, *, beside: bool = False) -> int:
     """Shared memory of a block where so many share the product: rings, the input, and sums that wait for the end."""
     tiles, strips = weights.words.shape[:2]
     stage = 32 * weights.bits + 4 * _groups(weights)
     ring = plan.stages * stage + (0 if weights.group else (plan.stages + 1) * (2 << weights.bits))
     sums = -(-tiles // blocks) * plan.warps * _PIECE * 4
-    scratch = 4 * (256 + 8 * 32 * plan.warps)  # what errands take
-    return max(scratch, _PIECE * (plan.warps * ring + 32 * strips) + sums)
+    return _PIECE * (plan.warps * ring + 32 * strips) + sums + (4 * (256 + 8 * _ERRAND_THREADS) if beside else 0)
 
 
 def gemv_stream(
@@ -59,23 +62,29 @@ def gemv_stream(
             "strips"
         )
     device, threads = x.get_device(), 32 * plan.warps
-    blocks = min(tiles, multiprocessors(device) * plan.share)
-    size = shared_bytes(weights, plan, blocks)
+    blocks = grid = min(tiles, multiprocessors(device) * plan.share)
+    size = max(shared_bytes(weights, plan, blocks, beside=errands is not None), _crowding_bytes(device, plan.share))
     function = _function(stream_instance(weights, plan, add=add, beside=errands is not None), size, device)
     table, count, beside = 0, 0, 0
     if errands is not None:
-        made, beside = errands.table(threads, multiprocessors(device), x.device)
+        made, beside = errands.table(_ERRAND_THREADS, multiprocessors(device), x.device)
         table, count = made.data_ptr(), len(errands.items)
+        threads, grid = threads + _ERRAND_THREADS, max(grid, beside)
     pointers = [np.uint64(tensor.data_ptr()) for tensor in (weights.words, weights.meta, x, y)]
     sizes = [np.int32(size) for size in (weights.rows, weights.inputs, strips, tiles, blocks, plan.ahead)]
     arguments: list[np.generic] = [*pointers, *sizes, np.uint64(table), np.int32(count), np.int32(beside)]
     early = plan.early and device_capability(device) >= (9, 0)
-    function.launch(beside + blocks, threads, arguments, early=early, shared_bytes=size)
+    function.launch(grid, threads, arguments, early=early, shared_bytes=size)
 
 
 @cache
 def _function(instance: str, size: int, device: int) -> CudaFunction:
     function = load_function(_SOURCE, instance, device)
     function.allow_shared(size)
-    function.leave_room()
     return function
+
+
+@cache
+def _crowding_bytes(device: int, share: int) -> int:
+    """Shared memory of a block of which ``share`` fit on a multiprocessor, and no more."""
+    return device_attribute("shared_bytes_per_multiprocessor", device) // (share + 1) // _PIECE * _PIECE + _PIECE

@@ -14,6 +14,7 @@ __all__ = ["Access", "HostRegistration", "device_attribute"]
 
 _REGISTER_MAPPED, _REGISTER_READ_ONLY = 2, 8
 _ATTRIBUTES = {
+    "shared_bytes_per_multiprocessor": 81,
     "host_native_atomics": 86,
     "pageable_memory_access": 88,
     "can_use_host_pointer": 91,
@@ -32,7 +33,7 @@ class Access(Enum):
 
 
 def device_attribute(name: str, device: int = 0) -> int:
-    """A device attribute of the CUDA driver that decides how host memory can be reached.
+    """A device attribute of the CUDA driver: what decides how host memory can be reached, and shared memory.
 
     Raises:
         CudaError: the driver does not answer.

@@ -46,12 +46,12 @@ __device__ __forceinline__ int largest_of(const int (&bits)[VALUES], int* each, 
   for (int v = 1; v < VALUES; v++) most = max(most, bits[v]);
   most = __reduce_max_sync(EVERY, most);
   if (lane == 0) each[warp] = most;
-  __syncthreads();
+  meet_others<32 * WARPS>();
   return __reduce_max_sync(EVERY, lane < WARPS ? each[lane] : -1);
 }
 
 // The largest magnitude that at least `wanted` channels reach, or a lower one that exactly `wanted` reach.
-template <int VALUES>
+template <int THREADS, int VALUES>
 __device__ __forceinline__ int floor_of(const int (&bits)[VALUES], int largest, int wanted) {
   int low = 0, high = largest + 1;
   int middle = largest - (3 << 23);  // first an eighth of the largest: what is wanted mostly lies above
@@ -59,7 +59,7 @@ __device__ __forceinline__ int floor_of(const int (&bits)[VALUES], int largest, 
   while (high - low > 1) {
     int reach = 0;
 #pragma unroll
-    for (int v = 0; v < VALUES; v++) reach += __syncthreads_count(bits[v] >= middle);
+    for (int v = 0; v < VALUES; v++) reach += count_others<THREADS>(bits[v] >= middle);
     if (reach >= wanted) low = middle;
     if (reach <= wanted) high = reach == wanted ? middle + 1 : middle;
     middle = low + (high - low) / 2;
@@ -79,7 +79,7 @@ __device__ __forceinline__ Ranks before(int first, int second, int* each, int wa
     if (lane >= step) sum += left;
   }
   if (lane == 31) each[warp] = sum;
-  __syncthreads();
+  meet_others<32 * WARPS>();
   const int total = lane < WARPS ? each[lane] : 0;
   int upto = total;
 #pragma unroll
@@ -115,7 +115,7 @@ __device__ __forceinline__ void count(i64* cell, i64 by) {
 }
 
 // Put what is asked for into the ring: `rank` of them lie before this thread's, `asks` in the whole block.
-template <int VALUES>
+template <int THREADS, int VALUES>
 __device__ __forceinline__ void request(const Selecting& s, const int (&bits)[VALUES], int largest, u32 asked,
                                         i64 oid, int rank, int asks, i64* reserved) {
   const i64 limit = load_cell(s.block + LIMIT), lap_log2 = load_cell(s.block + RING_LOG2);
@@ -125,7 +125,7 @@ __device__ __forceinline__ void request(const Selecting& s, const int (&bits)[VA
     *reserved = (i64)atomicAdd((u64*)(s.block + TAIL), (u64)asks);
     count(s.block + DROPPED, min((i64)asks, max((i64)0, *reserved + asks - limit)));
   }
-  __syncthreads();
+  meet_others<THREADS>();
   i64 position = *reserved + rank;
 #pragma unroll
   for (int v = 0; v < VALUES; v++) {
@@ -157,7 +157,7 @@ __device__ __forceinline__ void select_chunk(const Selecting& s, int chunk) {
   const u32 clock = (u32)load_cell(s.block + CLOCK);
 
   const int largest = largest_of<VALUES, WARPS>(bits, most, warp, lane);
-  const int bound = floor_of(bits, largest, wanted);
+  const int bound = floor_of<THREADS>(bits, largest, wanted);
   int above = 0, level = 0;
 #pragma unroll
   for (int v = 0; v < VALUES; v++) above += bits[v] > bound, level += bits[v] == bound;
@@ -200,5 +200,5 @@ __device__ __forceinline__ void select_chunk(const Selecting& s, int chunk) {
     count(s.block + counters + 1, in.firsts);
     if (!enabled) count(s.block + DROPPED, wanted);
   }
-  if (in.seconds) request(s, bits, largest, asked, s.first_oid + index, in.second, in.seconds, &reserved);
+  if (in.seconds) request<THREADS>(s, bits, largest, asked, s.first_oid + index, in.second, in.seconds, &reserved);
 }

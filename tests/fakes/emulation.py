@@ -55,6 +55,3 @@ class EmulatedFunction:
 
     def allow_shared(self, size: int) -> None:
         """There is always enough."""
-
-    def leave_room(self) -> None:
-        """One block runs at a time."""

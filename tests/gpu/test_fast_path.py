@@ -53,7 +53,7 @@ def test_fast_path_is_the_reference(
 
 
 @pytest.mark.parametrize(
-    "plan", [StreamPlan(), StreamPlan(4, 6, 2, ahead=9), StreamPlan(16, 2), StreamPlan(2, 1, early=False)]
+    "plan", [StreamPlan(), StreamPlan(4, 6, 2, ahead=9), StreamPlan(16, 3), StreamPlan(2, 1, early=False)]
 )
 @pytest.mark.parametrize("kind", ["scaled", "codebook"])
 @pytest.mark.parametrize("bits", [2, 3, 4])

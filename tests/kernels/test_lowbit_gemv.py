@@ -167,12 +167,12 @@ def test_a_stream_runs_errands_in_blocks_of_their_own(tmp_path: Path) -> None:
     x, y = torch.randn(1, 512).half(), torch.full((1, 48), torch.nan)
     staging, records = Staging(20, 256, 96, torch.device("cpu")), torch.randint(0, 1 << 20, (5, 64), dtype=torch.int32)
     staging.selection.addresses[:] = torch.tensor([records[i].data_ptr() for i in (3, 0, 4, 1, 2)])
-    table, blocks = Errands([Fetch(staging, 0, staging.pieces)]).table(64, 3, torch.device("cpu"))
+    table, blocks = Errands([Fetch(staging, 0, staging.pieces)]).table(128, 3, torch.device("cpu"))
     plan = StreamPlan(2, 2)
     library = emulated(
         SOURCE.with_name("lowbit_gemv_stream.cu"),
         f"""extern "C" void run(const uint4* words, const uint4* meta, const u16* x, float* y, const Errand* errands) {{
-          run_blocks({blocks + 2}, 64, [=] {{
+          run_blocks(3, 64 + 128, [=] {{
             {stream_instance(packed, plan, add=False, beside=True)}(
               words, meta, x, y, 48, 512, 2, {packed.words.shape[0]}, 2, 0, errands, 1, {blocks});
           }});
@@ -194,6 +194,7 @@ def test_a_stream_is_launched_over_the_multiprocessors_there_are(
     monkeypatch.setattr(lowbit_gemv_stream, "load_function", kernels)
     monkeypatch.setattr(lowbit_gemv_stream, "multiprocessors", lambda _: 2)
     monkeypatch.setattr(lowbit_gemv_stream, "device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(lowbit_gemv_stream, "device_attribute", lambda *_: 100_000)
     x, y = torch.randn(1, 768).half(), torch.ones(1, 100)
     gemv(packed, x, y, add=True, plan=plan, path="cuda")
     assert close(y, 1 + x.double() @ values.t())
@@ -230,20 +231,24 @@ def test_what_has_no_kernel_is_refused(rows: int, inputs: int, bits: int, group:
 
 
 @pytest.mark.parametrize(
-    ("rows", "inputs", "bits", "group", "plan"),
+    ("rows", "inputs", "bits", "group", "batch", "plan"),
     [
-        (28672, 4096, 4, 128, Plan(2, 4, 1)),
-        (6144, 4096, 3, 128, Plan(2, 8, 1)),
-        (4096, 14336, 3, 0, Plan(2, 16, 1)),
-        (28672, 4096, 4, 0, Plan(1, 4, 2)),
-        (6144, 4096, 4, 0, Plan(1, 4, 4)),
-        (4096, 4096, 4, 0, Plan(1, 8, 2)),
-        (64, 576, 4, 64, Plan(2, 2, 1)),
+        (28672, 4096, 4, 128, 2, Plan(2, 4, 1)),
+        (6144, 4096, 3, 128, 16, Plan(2, 8, 1)),
+        (28672, 4096, 4, 128, 1, StreamPlan(16, 2)),
+        (64, 576, 3, 64, 1, StreamPlan(2, 2)),
+        (4096, 14336, 3, 0, 1, Plan(2, 16, 1)),
+        (28672, 4096, 4, 0, 1, Plan(1, 4, 2)),
+        (6144, 4096, 4, 0, 1, Plan(1, 4, 4)),
+        (4096, 4096, 4, 0, 1, Plan(1, 8, 2)),
+        (64, 576, 4, 64, 2, Plan(2, 2, 1)),
     ],
 )
-def test_plans_are_what_was_measured(rows: int, inputs: int, bits: int, group: int, plan: Plan) -> None:
+def test_plans_are_what_was_measured(
+    rows: int, inputs: int, bits: int, group: int, batch: int, plan: Plan | StreamPlan
+) -> None:
     words = torch.empty(2 * -(-rows // 32), -(-inputs // 256), bits, 32, 4, dtype=torch.int32, device="meta")
-    assert default_plan(LowbitWeights(words, words, rows, inputs, bits, group)) == plan
+    assert default_plan(LowbitWeights(words, words, rows, inputs, bits, group), batch) == plan
 
 
 def test_operands_are_checked() -> None:

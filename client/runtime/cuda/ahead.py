@@ -28,9 +28,10 @@ class Ahead:
         # fixed after construction
         self._model, self._records = model, records
         capacity = [budget.link.beside(linear.bytes) for linear in model.layers[0].linears]
-        self._rings = _rings(model, budget, capacity)
+        roomy = all(linear.roomy for linear in model.layers[0].linears)
+        self._rings = _rings(model, budget, capacity, roomy=roomy)
         pieces = {number: ring[0].pieces for number, ring in self._rings.items()}
-        routes = plan_routes(model.config.layers, budget.behind(), pieces, capacity, roomy=budget.link.roomy)
+        routes = plan_routes(model.config.layers, budget.behind(), pieces, capacity, roomy=roomy)
         self._routes = {(one.layer, one.number): one for one in routes}
         self._errands: dict[int, Errands] = {}
 
@@ -68,14 +69,14 @@ class Ahead:
         yield route.add, Add(x, staging, owner.scales[route.number], target)
 
 
-def _rings(model: DeviceModel, budget: Budget, capacity: Sequence[int]) -> dict[int, list[Staging]]:
+def _rings(model: DeviceModel, budget: Budget, capacity: Sequence[int], *, roomy: bool) -> dict[int, list[Staging]]:
     """Staging areas of each set that errands refine: as many as are in use at once, if no selection waits."""
     rings = {}
     behind, layers = budget.behind(), model.config.layers
     for number, name in enumerate(SETS):
         outputs, inputs = model.config.set_shape(name)
         if budget.by_errands(name):
-            routes = plan_routes(layers, behind, {number: _TOO_MANY}, capacity, roomy=budget.link.roomy)
+            routes = plan_routes(layers, behind, {number: _TOO_MANY}, capacity, roomy=roomy)
             size = budget.k[name], inputs, record_bytes(outputs), model.device
             rings[number] = [Staging(*size) for _ in range(ring_size(routes))]
     return rings

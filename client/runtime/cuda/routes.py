@@ -39,8 +39,6 @@ class Link(NamedTuple):
     """That a product reads in a microsecond."""
     pieces: float = 3e3
     """Of 16 bytes, that the link brings in a microsecond."""
-    roomy: bool = False
-    """Every launch has blocks for a selection: a writer's rides on its own product where that is the longer one."""
 
     def beside(self, product_bytes: int) -> int:
         """Pieces that can be fetched while a product reads so many bytes of weights."""
@@ -79,7 +77,7 @@ def plan_routes(
         behind: positions of each set's lead or lag.
         pieces: of one selection's records, for each set that is refined.
         capacity: pieces that can be fetched beside each set's product.
-        roomy: as of :class:`Link`.
+        roomy: every launch has threads for a selection, also where a product fills the device.
     """
     routes: list[Route] = []
     for number in pieces:
