@@ -4,12 +4,12 @@
         --kv-text moby-dick.txt --text wikitext2-valid.txt --out rows.jsonl kv:5%:lru:skip:0 kv:5%:lru:skip:1
     PYTHONSAFEPATH=1 PYTHONPATH=.importroot python bench/ahead.py report rows.jsonl
 
-A case is KIND:CACHE:POLICY:MISS:BLOCKS, for weights with :LAG or :LAG:SUBSTITUTES after it if there is any. ``kv``
+A case is KIND:CACHE:POLICY:MISS:BLOCKS, for weights with :LAG or :LAG:RESIDENTS after it if there is any. ``kv``
 keeps the weights exact and the KV cache in 2/2 bits, 4/4 refined on 1/128 of groups of 4 tokens, and scores the last
 256 tokens of each window of 8,192. ``weights`` refines a prepared model (made first, where --prepared names none) and
 scores --tokens of each of --windows. CACHE is the daemon's RAM as a share of all records, POLICY what leaves it (or
 ``default``), MISS as of ``--miss`` (with ``/`` for its ``:``), BLOCKS as of ``--read-ahead``, LAG the blocks by which
-what refines ``o`` and ``down`` is added later, SUBSTITUTES as of ``--substitutes``. Every case has a daemon of its own
+what refines ``o`` and ``down`` is added later, RESIDENTS as of ``--residents``. Every case has a daemon of its own
 and runs on the CPUs of this process, so that cases can run beside one another, each pinned to its own CPUs.
 """
 
@@ -56,7 +56,7 @@ class Case:
     miss: str
     blocks: float
     lag: float = 0.0
-    substitutes: int = 0
+    residents: int = 0
 
     @property
     def chosen(self) -> str | None:
@@ -65,13 +65,13 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """``KIND:CACHE:POLICY:MISS:BLOCKS[:LAG[:SUBSTITUTES]]``."""
+        """``KIND:CACHE:POLICY:MISS:BLOCKS[:LAG[:RESIDENTS]]``."""
         kind, share, policy, miss, *rest = text.split(":")
         if kind not in ("kv", "weights"):
             raise argparse.ArgumentTypeError(f"{kind!r}: kv or weights")
-        blocks, lag, substitutes = (*rest, *("0", "0", "0")[len(rest) :])
+        blocks, lag, residents = (*rest, *("0", "0", "0")[len(rest) :])
         waits = str(parse_miss_policy(miss.replace("/", ":")))
-        return cls(kind, share, policy, waits, float(blocks), float(lag), int(substitutes))
+        return cls(kind, share, policy, waits, float(blocks), float(lag), int(residents))
 
 
 class Told:
@@ -198,11 +198,11 @@ def run_weights(case: Case, options: argparse.Namespace, prepared: PreparedModel
             on_token=Told(f"weights {case.cache}").token,
             ahead=case.blocks,
             shift={name: case.lag if name in ("o", "down") else 0.0 for name in SETS},
-            substitutes=case.substitutes,
+            residents=case.residents,
         )
     row, base = found.refined, found.base
     scores = {"kl": row.score.kl, "base_kl": base.score.kl, "kls": row.score.divergence.tolist()}
-    rates = {"hit_rate": row.weight_hit_rate, "substitute_rate": row.weight_substitute_rate}
+    rates = {"hit_rate": row.weight_hit_rate, "resident_rate": row.weight_resident_rate}
     rates |= {"tokens_per_second": row.tokens_per_second}
     return scores | rates | counts_of(found.session, found.session.weight_prefetches)
 
@@ -215,7 +215,7 @@ def counts_of(stats: SessionStats, prefetches: PrefetchCounts) -> dict[str, Any]
 
 def report(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A table for the documentation."""
-    yield "| kind | cache | policy | miss | ahead | lag | substitutes | hit rate | KL | tokens/s | read, used | waits |"
+    yield "| kind | cache | policy | miss | ahead | lag | residents | hit rate | KL | tokens/s | read, used | waits |"
     yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
     for row in sorted(rows, key=lambda row: (row["kind"], float(row["cache"].rstrip("%")), -row["kl"])):
         useful, fills = row["prefetches"]["useful"], row["prefetches"]["fills"]
@@ -223,15 +223,15 @@ def report(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         waited = f"{row['waits']}, {row['wait_nanoseconds'] / 1e6:.0f} ms" if row["waits"] else "–"
         yield (
             f"| {row['kind']} | {row['cache']} | {row['policy']} | {row['miss']} | {row['blocks']:g} | "
-            f"{row['lag']:g} | {stood_in(row)} | {row['hit_rate']:.1%} | {row['kl']:.4f} | "
+            f"{row['lag']:g} | {resident(row)} | {row['hit_rate']:.1%} | {row['kl']:.4f} | "
             f"{row['tokens_per_second']:.1f} | {ahead} | {waited} |"
         )
 
 
-def stood_in(row: dict[str, Any]) -> str:
-    """How many channels might stand in for others, and how many of those looked up had one that did."""
-    asked = row.get("substitutes", 0)
-    return f"{asked}: {row['substitute_rate']:.0%}" if asked else "–"
+def resident(row: dict[str, Any]) -> str:
+    """How many channels per 1,024 might refine beside those selected, and how many did for each that was looked up."""
+    asked = row.get("residents", 0)
+    return f"{asked}: {row['resident_rate']:.2f}" if asked else "–"
 
 
 if __name__ == "__main__":

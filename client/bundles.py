@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strataflux.client.prepare.prepared import PreparedModel
+from strataflux.client.residents import Residents
 from strataflux.client.runtime.models import SETS
 from strataflux.client.schemes import BUNDLES, Scheme, budgets_by_set, require_scheme
-from strataflux.client.substitutes import Substitutes
 from strataflux.client.weights import LAYERS_BEGUN, AskedSource, SetStatistics, WeightRefiner, record_bases
 from strataflux.kernels.bundle import add_bundles
 from strataflux.kernels.select import select_channels
@@ -54,7 +54,7 @@ class BundleRefiner:
         table: int,
         prepared: PreparedModel,
         k: int | Mapping[str, int] | None = None,
-        substitutes: int = 0,
+        residents: int = 0,
     ) -> None:
         """Read the refinement scales and allocate every buffer.
 
@@ -64,11 +64,10 @@ class BundleRefiner:
             prepared: the model, prepared with neuron bundles.
             k: channels per 1,024 for all projection sets, or for each with neurons for ``down`` and 0 for
                 ``gate_up``; None takes the prepared model's.
-            substitutes: channels and neurons per 1,024 beyond ``k``, of which those present refine in place of absent
-                ones.
+            residents: channels and neurons per 1,024 beyond ``k`` that refine, too, where they are present.
 
         Raises:
-            MisuseError: a budget is outside 0…1,024 or for an unknown set, or ``substitutes`` is, or the model has no
+            MisuseError: a budget is outside 0…1,024 or for an unknown set, or ``residents`` is, or the model has no
                 bundles.
         """
         config = prepared.config
@@ -77,10 +76,10 @@ class BundleRefiner:
         # fixed after construction
         self._source = source
         self._table = table
-        self._channels = WeightRefiner(source, table, prepared, {**budgets, "down": 0}, substitutes)
+        self._channels = WeightRefiner(source, table, prepared, {**budgets, "down": 0}, residents)
         self._neurons = budgets["down"]
         self._bases = record_bases(config, prepared.sets)[BUNDLES]
-        self._others = Substitutes(source, table, self._neurons, substitutes, config.intermediate)
+        self._others = Residents(source, table, self._neurons, residents, config.intermediate)
         self._scales = [prepared.refinement_scales(layer, BUNDLES).numpy() for layer in range(config.layers)]
         count = selected_count(self._neurons, config.intermediate)
         self._buffers = [_allocate(config.hidden, config.intermediate, count) for _ in range(LAYERS_BEGUN)]
@@ -114,9 +113,8 @@ class BundleRefiner:
             buffers.x[:], buffers.gate_up[:] = x, y
         elif self._neurons:
             buffers = self._found(layer, x)
-            self._others.fill(x, self._bases[layer], buffers.neurons, buffers.addresses)
-            scale = self._scales[layer]
-            add_bundles(y, buffers.x, buffers.gate_up, buffers.neurons, buffers.addresses, scale, self._sums)
+            neurons, addresses = self._others.join(x, self._bases[layer], buffers.neurons, buffers.addresses)
+            add_bundles(y, buffers.x, buffers.gate_up, neurons, addresses, self._scales[layer], self._sums)
 
     def foresee(
         self, layer: int, set_index: int, x: NDArray[np.float32]
@@ -127,9 +125,9 @@ class BundleRefiner:
         return self._channels.foresee(layer, set_index, x)
 
     @property
-    def substitutes(self) -> int:
-        """Channels and neurons that refined in place of absent ones so far."""
-        return self._channels.substitutes + self._others.placed
+    def residents(self) -> int:
+        """Channels and neurons that refined without having been selected so far."""
+        return self._channels.residents + self._others.used
 
     def statistics(self) -> dict[str, SetStatistics]:
         """Look-ups and hits by what has records: ``qkv``, ``o`` and ``mlp``."""
@@ -163,12 +161,12 @@ def make_refiner(
     prepared: PreparedModel,
     k: int | Mapping[str, int] | None = None,
     scheme: Scheme | None = None,
-    substitutes: int = 0,
+    residents: int = 0,
 ) -> WeightRefiner | BundleRefiner:
     """The refiner of ``scheme``, by default the one the prepared model names; arguments and errors are theirs."""
     chosen = prepared.manifest.mlp_scheme if scheme is None else scheme
     kind = BundleRefiner if chosen == "bundles" else WeightRefiner
-    return kind(source, table, prepared, k, substitutes)
+    return kind(source, table, prepared, k, residents)
 
 
 def _allocate(hidden: int, intermediate: int, count: int) -> _Buffers:

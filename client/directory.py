@@ -220,39 +220,36 @@ def ask_ahead(block: Block, table: int, oids: NDArray[np.int64], scores: NDArray
 
 
 @compiled
-def find_present(block: Block, table: int, oids: NDArray[np.int64], addresses: NDArray[np.uint64], most: int) -> int:
-    """Find the first ``most`` of ``oids`` [n] that are present, inside a step; how many there are. They are stamped as
-    by a look-up; nothing is asked for or counted.
+def find_present(block: Block, table: int, oids: NDArray[np.int64], addresses: NDArray[np.uint64]) -> int:
+    """Find those of ``oids`` [n] that are present, inside a step. Nothing is asked for, counted or stamped.
 
     Args:
         block: of the attachment.
         table: table number.
-        oids: record numbers, those that are wanted most first.
-        addresses: [n], filled with where each of those found lies, 0 for all others. They hold until the step's end.
-        most: how many are enough.
+        oids: record numbers.
+        addresses: [n], filled with where each lies, 0 where it is absent. They hold until the step's end.
 
     Returns:
         How many were found, or a negative fault, see :func:`raise_fault`.
     """
     fault = _check(block, table, oids, oids.size, addresses.size)
-    addresses[:] = _ZERO
     if fault < 0 or block[ab.ENABLED] == _ZERO:
+        addresses[:] = _ZERO
         return min(fault, 0)
-    ab.copy_clock(block)
-    directory, stamps = block[ab.TABLES + ab.TABLE_CELLS * table], block[ab.STAMPS]
-    bases, last_chunk, clock = block[ab.BASES :], block[ab.LAST_CHUNK], np.uint32(block[ab.CLOCK])
+    words = carray(_words_at(block[ab.TABLES + ab.TABLE_CELLS * table]), layout.MAX_OID)
+    bases, last_chunk = block[ab.BASES :], block[ab.LAST_CHUNK]
+    for i in range(oids.size):
+        addresses[i] = words[np.uint64(oids[i])]
+    # SYNC: directory-entry (read). Acquire, for all of them: what entries name is read after them.
+    fence_acquire()
     found = 0
     for i in range(oids.size):
-        if found == most:
-            break
-        slot = np.uint64(load_u32(directory + np.uint64(oids[i]) * np.uint64(4))) - _ONE
+        slot = addresses[i] - _ONE
         base = bases[min(slot >> _CHUNK_LOG2, last_chunk)]
-        if ((slot >> _PAGE_LOG2) & _CHUNK_PAGES_MASK) < (base & _PAGES_MASK):
-            addresses[i] = (base & ~_PAGES_MASK) + ((slot & _CHUNK_UNITS_MASK) << _UNIT_LOG2)
-            store_u32(stamps + slot * np.uint64(4), clock)
-            found += 1
-    # SYNC: directory-entry (read). Acquire, for all of them: what entries name is read after this.
-    fence_acquire()
+        mapped = ((slot >> _PAGE_LOG2) & _CHUNK_PAGES_MASK) < (base & _PAGES_MASK)
+        place = (base & ~_PAGES_MASK) + ((slot & _CHUNK_UNITS_MASK) << _UNIT_LOG2)
+        addresses[i] = place & (_ZERO - np.uint64(mapped))
+        found += mapped
     return found
 
 

@@ -23,12 +23,12 @@ from strataflux.client.kv_blocks import KvBlocks
 from strataflux.client.kv_options import KvOptions, blocks_for
 from strataflux.client.prepare.prepared import PreparedModel
 from strataflux.client.recording import describe_tables, session_kind
+from strataflux.client.residents import UsesResidents
 from strataflux.client.runtime.decoder import Decoder, ShiftingRefiner, Unrefined
 from strataflux.client.runtime.models import DecoderWeights, ModelConfig
 from strataflux.client.schemes import Scheme
 from strataflux.client.session import Session
 from strataflux.client.session_stats import SessionStats
-from strataflux.client.substitutes import Substituting
 from strataflux.client.throttle import Throttle
 from strataflux.client.weights import MORE, step_demand
 from strataflux.proto.messages import StoreRef
@@ -84,7 +84,7 @@ class RefinedModel:
         miss: MissPolicy = Skip(),  # noqa: B008 (immutable)
         kv: KvOptions | None = None,
         ahead: float = 0.0,
-        substitutes: int = 0,
+        residents: int = 0,
     ) -> "RefinedModel":
         """Attach to the daemon that serves the store of ``prepared``.
 
@@ -99,10 +99,10 @@ class RefinedModel:
             miss: what to do about absent records.
             kv: a KV cache in low bits; None keeps it exact.
             ahead: how many blocks before a layer what it will probably select is asked for; 0 for never.
-            substitutes: channels per 1,024 beyond ``k``, of which those present refine in place of absent ones.
+            residents: channels per 1,024 beyond ``k`` that refine weights, too, where they are present.
 
         Raises:
-            MisuseError: ``k``, ``ahead`` or ``substitutes`` is out of range, or there is no such KV format, shift, or
+            MisuseError: ``k``, ``ahead`` or ``residents`` is out of range, or there is no such KV format, shift, or
                 scheme in the store.
             DaemonUnavailableError: nobody answers. RefusedError: the daemon does not serve this store, or said no.
         """
@@ -117,7 +117,7 @@ class RefinedModel:
             miss=miss,
             kv=kv,
             ahead=ahead,
-            substitutes=substitutes,
+            residents=residents,
         )
         try:
             return session.open(context, alone=True)
@@ -160,9 +160,9 @@ class RefinedModel:
         self._decoder.reset(position)
 
     @property
-    def substitutes(self) -> int:
-        """Channels that refined in place of absent ones so far, over all sequences of the session."""
-        return self._refiner.substitutes if isinstance(self._refiner, Substituting) else 0
+    def residents(self) -> int:
+        """Channels that refined without having been selected so far, over all sequences of the session."""
+        return self._refiner.residents if isinstance(self._refiner, UsesResidents) else 0
 
     def stats(self) -> SessionStats:
         """Counts and state of the session."""
@@ -246,7 +246,7 @@ class RefinedSession:
         miss: MissPolicy = Skip(),  # noqa: B008 (immutable)
         kv: KvOptions | None = None,
         ahead: float = 0.0,
-        substitutes: int = 0,
+        residents: int = 0,
     ) -> "RefinedSession":
         """As :meth:`RefinedModel.attach`, for up to ``sequences`` sequences of ``context`` positions at once."""
         demands = [] if prepared is None else [step_demand(prepared, k, shift, scheme)]
@@ -266,12 +266,12 @@ class RefinedSession:
         try:
             sections = None if prepared is None else lambda: open_store(prepared.store).sections
             describe_tables(session, sections, weights.config.layers, weights.config.kv_heads)
-            refiner = None if prepared is None else make_refiner(session, 0, prepared, k, scheme, substitutes)
+            refiner = None if prepared is None else make_refiner(session, 0, prepared, k, scheme, residents)
             seconds = miss.deadline_seconds if isinstance(miss, Wait) else 0.0
             cache = None if kv is None else _cache_maker(session, weights.config, blocks, kv, seconds)
             if shift is None and prepared is not None:
                 shift = prepared.manifest.shift
-            return cls(session, weights, refiner, shift, cache, ahead, bool(substitutes))
+            return cls(session, weights, refiner, shift, cache, ahead, bool(residents))
         except BaseException:
             session.close()
             raise

@@ -208,10 +208,10 @@ class Session:
             self._attachment.ring_doorbell()
         return asked
 
-    def present(self, table: int, oids: _Ids, addresses: _Addresses, most: int) -> int:
-        """As :meth:`lookup`, but find only the first ``most`` that are present, and ask for nothing. No look-ups."""
+    def present(self, table: int, oids: _Ids, addresses: _Addresses) -> int:
+        """As :meth:`lookup`, but ask for nothing, and keep nothing any longer for it. These are no look-ups."""
         self._require_step()
-        found = directory.find_present(self._block, table, oids, addresses, most)
+        found = directory.find_present(self._block, table, oids, addresses)
         return directory.checked(found, self._block, table, oids)
 
     def renew(self) -> None:

@@ -20,7 +20,7 @@ def compile_path() -> None:
     attach_block.begin_step(block)
     directory.look_up(block, 0, nothing, np.empty(0, np.uint8), np.empty(0, np.uint64), False)
     directory.ask_ahead(block, 0, nothing, np.empty(0, np.uint8), 1)
-    directory.find_present(block, 0, nothing, np.empty(0, np.uint64), 1)
+    directory.find_present(block, 0, nothing, np.empty(0, np.uint64))
     directory.absent_count(block, 0, nothing)
     attach_block.end_step(block)
     attach_block.announce_wait(block, 1)

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from strataflux.client.errors import MisuseError
 from strataflux.client.prepare.prepared import PreparedModel
+from strataflux.client.residents import PresentSource, Residents
 from strataflux.client.runtime.models import SETS, ModelConfig
 from strataflux.client.schemes import BUNDLES, Scheme, budgets_by_set, require_scheme, section_of
-from strataflux.client.substitutes import PresentSource, Substitutes
 from strataflux.kernels.refine import record_bytes, refine_addresses
 from strataflux.kernels.select import select_channels
 from strataflux.kernels.topk import selected_count
@@ -121,7 +121,7 @@ class WeightRefiner:
         table: int,
         prepared: PreparedModel,
         k: int | Mapping[str, int] | None = None,
-        substitutes: int = 0,
+        residents: int = 0,
     ) -> None:
         """Read the refinement scales and allocate every buffer.
 
@@ -130,10 +130,10 @@ class WeightRefiner:
             table: the number under which ``source`` knows the store of ``prepared``.
             prepared: the model.
             k: channels per 1,024 for all projection sets or for each; None takes the prepared model's.
-            substitutes: channels per 1,024 beyond ``k``, of which those present refine in place of absent ones.
+            residents: channels per 1,024 beyond ``k`` that refine, too, where they are present.
 
         Raises:
-            MisuseError: a budget is outside 0…1,024 or for an unknown set, or ``substitutes`` is.
+            MisuseError: a budget is outside 0…1,024 or for an unknown set, or ``residents`` is.
         """
         config = prepared.config
         # fixed after construction
@@ -154,7 +154,7 @@ class WeightRefiner:
             for name, budget in zip(SETS, self._budgets, strict=True)
         ]
         self._others = [
-            Substitutes(source, table, budget, substitutes, config.set_shape(name)[1])
+            Residents(source, table, budget, residents, config.set_shape(name)[1])
             for name, budget in zip(SETS, self._budgets, strict=True)
         ]
         self._guessed = [min(1024, ceil(MORE * budget)) for budget in self._budgets]
@@ -188,9 +188,9 @@ class WeightRefiner:
             self._select(buffers, layer, set_index, x)
             hits = self._source.lookup(self._table, buffers.oids, buffers.scores, buffers.addresses)
             self._count(set_index, buffers.oids.size, hits)
-        self._others[set_index].fill(x, self._bases[SETS[set_index]][layer], buffers.indices, buffers.addresses)
-        scale = self._scales[layer][SETS[set_index]]
-        refine_addresses(y, x, buffers.indices, buffers.addresses, scale, buffers.sums)
+        scale, base = self._scales[layer][SETS[set_index]], self._bases[SETS[set_index]][layer]
+        channels, addresses = self._others[set_index].join(x, base, buffers.indices, buffers.addresses)
+        refine_addresses(y, x, channels, addresses, scale, buffers.sums)
 
     def foresee(
         self, layer: int, set_index: int, x: NDArray[np.float32]
@@ -212,9 +212,9 @@ class WeightRefiner:
         self._hits[set_index] += hits
 
     @property
-    def substitutes(self) -> int:
-        """Channels that refined in place of absent ones so far."""
-        return sum(others.placed for others in self._others)
+    def residents(self) -> int:
+        """Channels that refined without having been selected so far."""
+        return sum(others.used for others in self._others)
 
     def statistics(self) -> dict[str, SetStatistics]:
         """Look-ups and hits by projection set."""

@@ -47,9 +47,9 @@ from strataflux.client.cli.options import (
 from strataflux.client.cli.output import Output, progress
 from strataflux.client.cli.read_ahead import (
     ReadAheadOption,
-    SubstitutesOption,
+    ResidentsOption,
     spoken_prefetches,
-    spoken_substitutes,
+    spoken_residents,
 )
 from strataflux.client.errors import MisuseError
 
@@ -63,7 +63,7 @@ __all__ = ["register"]
 _Given = dict[str, object]
 """Options by name, as they were given."""
 _Asked = tuple[int | None, MissPolicy, float, int]
-"""Channels per 1,024, what to do about misses, blocks of reading ahead, and substitutes."""
+"""Channels per 1,024, what to do about misses, blocks of reading ahead, and residents."""
 
 _DEFAULT_CACHE = "25%"
 _KV_CACHE = "10%"
@@ -103,7 +103,7 @@ def _command(
     device: Annotated[str, typer.Option(help="Where --dense, or --kv METHOD, runs: cpu or cuda.")] = "cpu",
     miss: MissOption = "skip",
     read_ahead: ReadAheadOption = 0.0,
-    substitutes: SubstitutesOption = 0,
+    residents: ResidentsOption = 0,
     weight_cache: WeightCacheOption = None,
     kv: KvOption = None,
     refine_kv: RefineKvOption = "4/4",
@@ -139,7 +139,7 @@ def _command(
     """
     output = Output(as_json)
     unfit: _Given = {"--tokens": tokens, "--k": k, "--dense": dense, "--weight-cache": weight_cache}
-    unfit["--substitutes"] = substitutes or None
+    unfit["--residents"] = residents or None
     if kv is not None and is_method(kv):
         fitted = (text, reference, calibration, calibration_tokens)
         asked = MethodCommand(folder, kv, *fitted, context or _METHOD_CONTEXT, windows, sequential, device)
@@ -152,7 +152,7 @@ def _command(
         rest = (parse_starts(starts), parse_miss(miss), kv_oracle, kv_cache or _KV_CACHE, runtime_dir, read_ahead)
         _low_bit_kv(output, KvCommand(folder, text, options, context or _KV_CONTEXT, windows, *rest), kv_cache)
     else:
-        how, scored = (k, parse_miss(miss), read_ahead, substitutes), (text, tokens, windows, device if dense else None)
+        how, scored = (k, parse_miss(miss), read_ahead, residents), (text, tokens, windows, device if dense else None)
         _weights(output, _Model.open(folder, reference), scored, how, (weight_cache, runtime_dir))
 
 
@@ -196,8 +196,8 @@ def _weights(
     if dense_device is None:
         _refined(output, model, (text, tokens or _TOKENS, windows), asked, *through)
     else:
-        k, *_, substitutes = asked
-        _refuse_together("--dense", {"--substitutes": substitutes or None})
+        k, *_, residents = asked
+        _refuse_together("--dense", {"--residents": residents or None})
         _dense(output, model, (text, tokens or _DENSE_TOKENS, windows), k, dense_device)
 
 
@@ -211,7 +211,7 @@ def _refined(
 ) -> None:
     if runtime_dir is not None:
         _refuse_together("--runtime-dir", {"--weight-cache": weight_cache})
-    (k, policy, ahead, substitutes), manifest, cache_bytes = (
+    (k, policy, ahead, residents), manifest, cache_bytes = (
         asked,
         model.prepared.manifest,
         model.cache_bytes(weight_cache),
@@ -219,14 +219,14 @@ def _refined(
     found = _through_daemon(model, _windows(model.prepared, *scored), asked, cache_bytes, runtime_dir)
     settings = {"tokens": scored[1], "windows": scored[2], **refined_by(manifest, k), "miss": str(policy)}
     settings |= {
-        "substitutes": substitutes,
+        "residents": residents,
         "read_ahead": ahead,
         "prefetches": found.session.weight_prefetches.to_json(),
     }
     if ahead:
         output.print(spoken_prefetches(found.session.weight_prefetches))
-    if substitutes:
-        output.print(spoken_substitutes(found.refined.weight_substitute_rate))
+    if residents:
+        output.print(spoken_residents(found.refined.weight_resident_rate))
     _show(output, found, settings, spoken_refinement(manifest, k))
 
 
@@ -274,7 +274,7 @@ def _through_daemon(
             with progress("starting a daemon (its first start compiles)"):
                 runtime_dir = stack.enter_context(daemon).runtime_dir
         with progress("scoring tokens", sum(len(window) - 1 for window in windows)) as advance:
-            k, miss, ahead, substitutes = asked
+            k, miss, ahead, residents = asked
             return evaluate(
                 prepared,
                 exact,
@@ -284,7 +284,7 @@ def _through_daemon(
                 miss=miss,
                 on_token=advance,
                 ahead=ahead,
-                substitutes=substitutes,
+                residents=residents,
             )
 
 

@@ -28,7 +28,7 @@ from strataflux.client.cli.options import (
     refined_by,
 )
 from strataflux.client.cli.output import Output, print_note, progress
-from strataflux.client.cli.read_ahead import ReadAheadOption, SubstitutesOption
+from strataflux.client.cli.read_ahead import ReadAheadOption, ResidentsOption
 from strataflux.client.errors import DaemonUnavailableError, MisuseError, RefusedError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _command(
     k: ChannelsOption = None,
     miss: MissOption = "skip",
     read_ahead: ReadAheadOption = 0.0,
-    substitutes: SubstitutesOption = 0,
+    residents: ResidentsOption = 0,
     runtime_dir: RuntimeDirOption = None,
     require_daemon: Annotated[
         bool, typer.Option("--require-daemon", help="Fail when no daemon serves this model, not go on unrefined.")
@@ -93,21 +93,19 @@ def _command(
     prepared = open_prepared(folder)
     text = _Text(prepared.tokenizer(), prompt, max_tokens, prepared.config.context, as_json)
     if device == "cuda":
-        _require_captured(miss, policy, read_ahead, substitutes)
+        _require_captured(miss, policy, read_ahead, residents)
         said = _on_cuda(prepared, text, sampling, k, platform, runtime_dir, require_daemon, cache, hot_tier)
     else:
-        said = _on_cpu(
-            prepared, text, sampling, k, (policy, read_ahead, substitutes), runtime_dir, require_daemon, cache
-        )
+        said = _on_cpu(prepared, text, sampling, k, (policy, read_ahead, residents), runtime_dir, require_daemon, cache)
     output.result(said | refined_by(prepared.manifest, k))
 
 
-def _require_captured(miss: str, policy: "MissPolicy", read_ahead: float, substitutes: int) -> None:
+def _require_captured(miss: str, policy: "MissPolicy", read_ahead: float, residents: int) -> None:
     """Refuse what a captured step does not do."""
     for option, found, only, refused, why in (
         ("--miss", miss, "skip", not isinstance(policy, Skip), "a captured step waits for nothing"),
         ("--read-ahead", f"{read_ahead:g}", "0", bool(read_ahead), "captured steps ask by misses"),
-        ("--substitutes", f"{substitutes}", "0", bool(substitutes), "captured steps refine what they selected"),
+        ("--residents", f"{residents}", "0", bool(residents), "captured steps refine by what they select"),
     ):
         if refused:
             raise MisuseError(option, found, only, f"{why}; use --device cpu")
@@ -209,7 +207,7 @@ def _attach(
 ) -> "RefinedModel | None":
     from strataflux.client.refined import RefinedModel
 
-    miss, ahead, substitutes = policy
+    miss, ahead, residents = policy
     try:
         return RefinedModel.attach(
             prepared,
@@ -220,7 +218,7 @@ def _attach(
             miss=miss,
             kv=kv,
             ahead=ahead,
-            substitutes=substitutes,
+            residents=residents,
         )
     except (DaemonUnavailableError, RefusedError) as error:
         if required:

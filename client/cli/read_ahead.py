@@ -1,4 +1,4 @@
-"""The options about misses of weights beside ``--miss``: running ahead of them and standing in for them."""
+"""The options about misses of weights beside ``--miss``: running ahead of them, and using what is there."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,7 +7,7 @@ import typer
 if TYPE_CHECKING:
     from strataflux.client.prefetches import PrefetchCounts
 
-__all__ = ["ReadAheadOption", "SubstitutesOption", "spoken_prefetches", "spoken_substitutes"]
+__all__ = ["ReadAheadOption", "ResidentsOption", "spoken_prefetches", "spoken_residents"]
 
 ReadAheadOption = Annotated[
     float,
@@ -16,13 +16,13 @@ ReadAheadOption = Annotated[
         help="Blocks before a layer at which what it will probably select is asked for: 0.5, 1, 1.5 or 2; 0: never.",
     ),
 ]
-SubstitutesOption = Annotated[
+ResidentsOption = Annotated[
     int,
     typer.Option(
-        "--substitutes",
+        "--residents",
         min=0,
         max=1024,
-        help="Channels per 1,024 beyond --k, the next largest: those present refine in place of absent ones.",
+        help="Channels per 1,024 beyond --k, the next largest, that refine, too, where they are in the cache anyway.",
     ),
 ]
 
@@ -33,6 +33,6 @@ def spoken_prefetches(counts: "PrefetchCounts") -> str:
     return f"{counts.asked} records asked for ahead, {counts.fills} read; {useful}"
 
 
-def spoken_substitutes(rate: float | None) -> str:
-    """On one line, for a person; ``rate`` of all channels that were looked up."""
-    return f"{rate or 0:.1%} of the channels looked up were absent and had a substitute"
+def spoken_residents(rate: float | None) -> str:
+    """On one line, for a person; ``rate`` for each channel that was looked up."""
+    return f"{rate or 0:.2f} channels that were there anyway refined beside each that was looked up"

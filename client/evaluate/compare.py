@@ -39,8 +39,8 @@ class Row:
     """Of token-by-token steps; None where there were none."""
     weight_hit_rate: float | None = None
     """Look-ups that were hits, of all; a record that was waited for counts as a miss."""
-    weight_substitute_rate: float | None = None
-    """Channels that refined in place of absent ones, of all that were looked up."""
+    weight_resident_rate: float | None = None
+    """Channels that refined without having been selected, for each that was looked up."""
     bytes_read: int | None = None
     """Read from the store by the daemon meanwhile."""
     kv_hit_rate: float | None = None
@@ -67,7 +67,7 @@ class Row:
             "kl_without_first_64": self.kl_without_first_64,
             "tokens_per_second": self.tokens_per_second,
             "weight_hit_rate": self.weight_hit_rate,
-            "weight_substitute_rate": self.weight_substitute_rate,
+            "weight_resident_rate": self.weight_resident_rate,
             "kv_hit_rate": self.kv_hit_rate,
             "bytes_read": self.bytes_read,
         }

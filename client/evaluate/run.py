@@ -38,7 +38,7 @@ def evaluate(
     on_token: Callable[[], object],
     ahead: float = 0.0,
     shift: Mapping[str, float] | None = None,
-    substitutes: int = 0,
+    residents: int = 0,
 ) -> Evaluation:
     """Score every window with the reference, the base, and refined; each window is a sequence of its own.
 
@@ -52,7 +52,7 @@ def evaluate(
         on_token: called after each refined token.
         ahead: how many blocks before a layer what it will probably select is asked for; 0 for never.
         shift: blocks of fetch lead or lag of each projection set; None takes the prepared model's.
-        substitutes: channels per 1,024 beyond ``k``, of which those present refine in place of absent ones.
+        residents: channels per 1,024 beyond ``k`` that refine, too, where they are present.
 
     Raises:
         MisuseError: the reference is of other dimensions than the prepared model.
@@ -72,7 +72,7 @@ def evaluate(
         miss=miss,
         ahead=ahead,
         shift=shift,
-        substitutes=substitutes,
+        residents=residents,
     )
     with attached as model, Control(runtime_dir) as control:
         before = control.stats().reads.bytes
@@ -103,7 +103,7 @@ def refined_row(result: Score, model: RefinedModel, bytes_read: int, *, compared
         compared,
         tokens_per_second=model.steps / model.seconds,
         weight_hit_rate=hits / lookups if lookups else 0.0,
-        weight_substitute_rate=model.substitutes / lookups if lookups else 0.0,
+        weight_resident_rate=model.residents / lookups if lookups else 0.0,
         bytes_read=bytes_read,
         kv_hit_rate=None if model.kv is None else stats.kv_hits / max(1, model.kv.statistics().lookups),
     )

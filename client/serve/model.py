@@ -77,7 +77,7 @@ class ModelOptions:
     kv: KvOptions | None
     require_daemon: bool
     ahead: float = 0.0
-    substitutes: int = 0
+    residents: int = 0
 
 
 class ServedModel:
@@ -155,7 +155,7 @@ class ServedModel:
                 miss=o.miss,
                 kv=o.kv,
                 ahead=o.ahead,
-                substitutes=o.substitutes,
+                residents=o.residents,
             )
         except (DaemonUnavailableError, RefusedError) as error:
             if o.require_daemon:

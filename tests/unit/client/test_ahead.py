@@ -43,7 +43,7 @@ class Notes:
     ask = lookup
     collect = lookup
 
-    def present(self, table: int, oids: Any, addresses: Any, most: int) -> int:
+    def present(self, table: int, oids: Any, addresses: Any) -> int:
         addresses[:] = 0
         return 0
 
