@@ -10,10 +10,8 @@ the leading eigenvectors of ``Cov(S y)`` as its directions:
 
 Both matrices are rounded to float16, in which they are stored, before what follows from them is computed.
 
-The metric weighs keys and values alike (``balanced``), or by what an error does to the layer's output, to first order
-(``output``): for a value head ``Σ_j W_O^jᵀ W_O^j`` over the query heads j that read it; for a key head a diagonal, one
-weight a rotary pair, of mean squared queries times
-``τ = Σ_j tr(W_O^j Cov(v) W_O^jᵀ)``, since an error of a logit moves the output by what the values differ.
+The metric weighs keys and values alike (``balanced``), or half so and half by what errors do to the divergence, or by
+what they do to the layer's output: see ``client/prepare/fsq_metric.py``.
 
 Widths of coordinates are equal, or given out by how much divergence a bit removes (``mixed``): directions differ in
 variance by orders of magnitude, so equal ones are far from the best.
@@ -26,7 +24,7 @@ text, and regresses on the keys and values of the unconverted model.
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -34,7 +32,9 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from strataflux.client.errors import InputError
-from strataflux.client.runtime.block import Project, multiply, norm_heads, run_block
+from strataflux.client.prepare.fsq_metric import balanced_metric, divergence_metric, output_metric
+from strataflux.client.prepare.fsq_sensitivity import sensitivities
+from strataflux.client.runtime.block import Project, multiply, run_block
 from strataflux.client.runtime.models import LayerWeights, ModelConfig, WeightSource
 from strataflux.client.runtime.rope import rotary_table
 from strataflux.kernels.fsq import Bound, FsqGrid, FsqLayer, bits_of_levels
@@ -69,8 +69,9 @@ class FsqSettings:
     levels: int = 16
     """Of each coordinate; 0 gives out bits by direction."""
     bound: Bound = "tanh"
-    metric: Literal["output", "balanced"] = "balanced"
-    """``balanced`` weighs keys and values by their variances alone, and measured better (docs/FSQ.md)."""
+    metric: Literal["auto", "balanced", "divergence", "output"] = "auto"
+    """``auto`` is ``divergence`` where bits are given out by direction and a code has an eighth of the bytes of keys
+    and values or more, as it measured best there, and else ``balanced`` (docs/FSQ.md)."""
     sequential: bool = True
     ridge: float = 1e-4
     skipped: int = 0
@@ -80,6 +81,12 @@ class FsqSettings:
     def __post_init__(self) -> None:
         if self.nbytes < 1:
             raise InputError("--fsq", f"{self.nbytes} bytes a token", "at least 1", "ask for a smaller ratio")
+
+    def looks_at_divergence(self, config: ModelConfig) -> bool:
+        """Whether directions are chosen by what errors do to the divergence."""
+        if self.metric != "auto":
+            return self.metric == "divergence"
+        return self.levels == 0 and 8 * self.nbytes >= full_bytes(config)
 
 
 def full_bytes(config: ModelConfig) -> int:
@@ -141,13 +148,17 @@ def convert(
     fed = exact
     cosine, sine = rotary_table(config, tokens.shape[1])
     turns = cosine.to(device), sine.to(device)
+    weighed = cache(lambda: dict(zip(config.whole, sensitivities(source, tokens, device), strict=True)))
     made = []
     for index in range(config.layers):
         layer = source.layer(index).to(device)
         project: Project = partial(multiply, layer)
         through = project
         if not layer.window:
-            done = kept(index) or convert_layer(config, layer, exact, fed, settings)
+            done = kept(index)
+            if done is None:
+                sensitivity = weighed()[index] if settings.looks_at_divergence(config) else None
+                done = convert_layer(config, layer, exact, fed, settings, sensitivity)
             made.append(done)
             advance(index, done)
             through = project_fsq(config, layer, done.layer)
@@ -207,7 +218,12 @@ def run_converted(
 
 
 def convert_layer(
-    config: ModelConfig, layer: LayerWeights, exact: Tensor, fed: Tensor, settings: FsqSettings
+    config: ModelConfig,
+    layer: LayerWeights,
+    exact: Tensor,
+    fed: Tensor,
+    settings: FsqSettings,
+    sensitivity: Tensor | None = None,
 ) -> Conversion:
     """Convert one layer.
 
@@ -217,6 +233,8 @@ def convert_layer(
         exact: [sequences, n, hidden] float32 before the layer, of the unconverted model.
         fed: the same of the model that the code will work in.
         settings: size and manner of the code.
+        sensitivity: [m, m] float64, how the divergence grows with an error; None: keys and values are weighed alike, or
+            as the metric ``output`` does.
     """
     inputs, target_inputs = (
         rms_norm(hidden, (config.hidden,), layer.attention_norm, config.norm_epsilon)[:, settings.skipped :].flatten(
@@ -225,7 +243,7 @@ def convert_layer(
         for hidden in (fed, exact)
     )
     matrix = layer.projections["qkv"][config.heads * config.head_dim :]
-    directions = _directions(config, layer, matrix, target_inputs, settings)
+    directions = _directions(config, layer, matrix, target_inputs, settings, sensitivity)
     grid = _grid(directions.variances, settings)
     rows = directions.rows[_repeated(grid.width, directions.rank)]
     encoder, bias = _with_gains(rows, inputs, grid)
@@ -250,7 +268,12 @@ class _Directions:
 
 
 def _directions(
-    config: ModelConfig, layer: LayerWeights, matrix: Tensor, x: Tensor, settings: FsqSettings
+    config: ModelConfig,
+    layer: LayerWeights,
+    matrix: Tensor,
+    x: Tensor,
+    settings: FsqSettings,
+    sensitivity: Tensor | None,
 ) -> _Directions:
     mean = x.mean(0)
     moments = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64, device=x.device)
@@ -259,56 +282,15 @@ def _directions(
         moments += apart.T @ apart
     covariance = matrix.double() @ (moments / x.shape[0]) @ matrix.double().T
     if settings.metric == "output":
-        metric = _output_metric(config, layer, x, covariance)
+        metric = output_metric(config, layer, x, covariance)
+    elif sensitivity is not None:
+        metric = divergence_metric(config, covariance, sensitivity)
     else:
-        metric = _balance(config, covariance)
+        metric = balanced_metric(config, covariance)
     values, vectors = torch.linalg.eigh(metric @ covariance @ metric.T)
     rank = int((values > 1e-6 * values[-1]).sum())
     values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
     return _Directions(((vectors / values.sqrt()).T @ metric @ matrix.double()).float(), values)
-
-
-def _balance(config: ModelConfig, covariance: Tensor) -> Tensor:
-    """Keys and values at equal total variance."""
-    blocks = covariance.diagonal().view(2, -1).mean(-1).rsqrt()
-    return torch.diag(blocks.repeat_interleave(config.kv_heads * config.head_dim))
-
-
-def _output_metric(config: ModelConfig, layer: LayerWeights, x: Tensor, covariance: Tensor) -> Tensor:
-    """S [m, m] float64, block-diagonal over heads, from queries of the text and the output projection."""
-    head, kv_heads = config.head_dim, config.kv_heads
-    shared = config.heads // kv_heads
-    keys = kv_heads * head
-    squares, key_square = _mean_squares(config, layer, x)
-    outputs = layer.projections["o"].double().view(config.hidden, kv_heads, shared, head)
-    value_squares = torch.einsum("okjh,okji->khi", outputs, outputs)
-    metric = covariance.new_zeros(2 * keys, 2 * keys)
-    for index in range(kv_heads):
-        mine = slice(index * head, (index + 1) * head)
-        behind = slice(keys + mine.start, keys + mine.stop)
-        exchange = (value_squares[index] * covariance[behind, behind]).sum()
-        weight = squares[index * shared : (index + 1) * shared].mean(0)
-        paired = (weight + weight.roll(head // 2)) / 2
-        scale = (exchange * paired / (head * key_square[index])).sqrt()
-        metric[mine, mine] = torch.diag(scale if layer.key_norm is None else scale * layer.key_norm.double())
-        metric[behind, behind] = _root(value_squares[index])
-    return metric
-
-
-def _mean_squares(config: ModelConfig, layer: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean squared queries [heads, head_dim] after their norm, and key heads' mean square [kv_heads], 1 where keys are
-    not normed afterwards.
-    """
-    heads = linear(x[:_BATCH], layer.projections["qkv"]).view(-1, config.heads + 2 * config.kv_heads, config.head_dim)
-    keys = heads[:, config.heads : -config.kv_heads].double().square().mean((0, 2))
-    queries = norm_heads(config, layer, heads)[:, : config.heads].double().square().mean(0)
-    return queries, keys if config.head_norms else torch.ones_like(keys)
-
-
-def _root(matrix: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    root: Tensor = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
-    return root
 
 
 _DISTORTION: Mapping[int, float] = {0: 1.0, 1: 0.363, 2: 0.1188, 4: 0.01154, 8: 0.00009}

@@ -97,8 +97,8 @@ def test_what_has_no_place_for_windows_says_so(tiny_source: Any) -> None:
     with pytest.raises(MisuseError, match="--kv: found layer 0, which attends to 7 positions"):
         RefinedKVCache(blocks, 8)
     device = SimpleNamespace(config=weights.config)
-    with pytest.raises(MisuseError, match="--device cuda: found layer 0, which attends to 7 positions"):
-        DeviceDecoder(device, device, context=8, budget=Budget.common(0))  # type: ignore[arg-type]
+    with pytest.raises(MisuseError, match="--kv: found layer 0, which attends to 7 positions"):
+        DeviceDecoder(device, device, context=8, budget=Budget.common(0), kv=KvOptions(2, 2))  # type: ignore[arg-type]
     with pytest.raises(MisuseError, match="codes in two tiers: found 2 of 3 layers"):
         TieredFsqCache(weights, [], 8, Fraction(1), FsqBlocks([1], 1, 8, records), records)
 
@@ -112,5 +112,5 @@ def test_a_file_has_codes_of_coded_layers_only(tiny_source: Any, tmp_path: Path)
     assert read.nbytes == 32
     for windows in ((), (7, 0, 0), (0, 7, 7)):
         other = tiny_source.with_config(layers=3, windows=windows).config
-        with pytest.raises((InputError, KeyError), match=r"layers of five|layers\.1"):
+        with pytest.raises((InputError, KeyError), match=r"layers of |layers\.1"):
             load_codes(path, other, "0" * 64)
