@@ -4,6 +4,7 @@
 // tokens in low bits. Copies of a warp's next tile run while it works on this one. Warps of a block are merged here,
 // blocks by the kernel that comes after.
 
+#include "kv_beside.cuh"
 #include "kv_correct.cuh"
 #include "kv_tiles.cuh"
 
@@ -15,6 +16,7 @@ struct Exact {  // [batch, kv_heads, 128, D] float16
 struct Result {  // pieces a head: blocks here, the rest is for whoever refines
   float *queries, *parts, *tops, *totals;
   float *sums, *tile_tops;  // [batch, heads, tiles · groups] and [batch, heads, tiles], relative to 2^tile_tops
+  float* changes;           // of totals by refinement, where there is any
 };
 
 // A head of D channels, channel lane + 32i in x[i], turned by the normalised Hadamard matrix.
@@ -24,7 +26,7 @@ __device__ __forceinline__ void turn(float (&x)[D / 32], int lane) {
   for (int step = 1; step < 32; step *= 2)
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
-      const float other = __shfl_xor_sync(EVERY, x[i], step);
+      const float other = __shfl_xor_sync(LANES, x[i], step);
       x[i] = lane & step ? other - x[i] : x[i] + other;
     }
 #pragma unroll
@@ -57,7 +59,7 @@ __device__ __forceinline__ void take_queries(float* queries, float* units, const
       most = fmaxf(most, fabsf(x[i]));
     }
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(EVERY, most, step));
+    for (int step = 1; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(LANES, most, step));
     const int exponent = max((int)(__float_as_uint(most) >> 23) - 126, -100);
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
@@ -142,8 +144,8 @@ __device__ __forceinline__ void tell_groups(const State<D, SETS>& state, const f
         continue;
       }
       float sum = (w[0] + w[1]) + (w[2] + w[3]);
-      if (TOKENS >= 8) sum += __shfl_xor_sync(EVERY, sum, 4);
-      if (TOKENS >= 16) sum += __shfl_xor_sync(EVERY, sum, 8);
+      if (TOKENS >= 8) sum += __shfl_xor_sync(LANES, sum, 4);
+      if (TOKENS >= 16) sum += __shfl_xor_sync(LANES, sum, 8);
       if (head < HEADS && quad % QUADS == 0) sums[quad / QUADS] = sum;
     }
     if (head < HEADS && g == 0) to.tile_tops[(head0 + head) * tiles + tile] = state.most[set];
@@ -172,10 +174,17 @@ __device__ __forceinline__ void attend_pieces(State<D, SETS>& state, const Exact
   }
 }
 
-// The block's warps as one part; `memory` is free.
-template <int D, int HEADS, int SETS>
-__device__ __forceinline__ void merge_warps(State<D, SETS>& state, float* memory, const Result& to, size_t head0,
-                                            int pieces, int piece, int warp, int lane) {
+// What a block's warps changed by refinement, kept until they are merged: an output of all heads each, `stride` apart.
+template <int HEADS>
+struct Changed {
+  float *mixed, *most, *total;  // the latter two [warps, HEADS]
+  int stride;
+};
+
+// The block's warps as one part, with what they changed if anything; `memory` is free.
+template <int D, int HEADS, int SETS, bool REFINED>
+__device__ __forceinline__ void merge_warps(State<D, SETS>& state, float* memory, const Changed<HEADS>& changed,
+                                            const Result& to, size_t head0, int pieces, int piece, int warp, int lane) {
   __shared__ float most[WARPS][4 * SETS], total[WARPS][4 * SETS];
   const int g = lane / 4, q = lane % 4;
   __syncthreads();
@@ -191,9 +200,12 @@ __device__ __forceinline__ void merge_warps(State<D, SETS>& state, float* memory
   __syncthreads();
   for (int i = threadIdx.x; i < HEADS * D; i += 32 * WARPS) {
     const int head = i / D;
-    float top = NONE, sum = 0, out = 0;
+    float top = NONE, sum = 0, change = 0, out = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) top = fmaxf(top, most[w][head]);
+    for (int w = 0; w < WARPS; w++) {
+      top = fmaxf(top, most[w][head]);
+      if (REFINED) top = fmaxf(top, changed.most[w * HEADS + head]);
+    }
     if (top > NONE) {
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
@@ -201,10 +213,19 @@ __device__ __forceinline__ void merge_warps(State<D, SETS>& state, float* memory
         sum += keep * total[w][head];
         out += keep * memory[w * HEADS * D + i];
       }
+      if (REFINED) {
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+          const float keep = power(changed.most[w * HEADS + head] - top);
+          change += keep * changed.total[w * HEADS + head];
+          out += keep * changed.mixed[w * changed.stride + i];
+        }
+      }
     }
     const size_t at = (head0 + head) * pieces + piece;
     to.parts[at * D + i % D] = out;
     if (i % D == 0) to.tops[at] = top, to.totals[at] = sum;
+    if (REFINED && i % D == 0) to.changes[at] = change;
   }
 }
 
@@ -217,9 +238,39 @@ struct Given {  // what a launch is about
   int kv_heads, splits, pieces, most_tiles;
 };
 
-// One block's part of what is resident, or in float16. TOKENS: tokens of a group whose weights are told, 0 for none.
-template <int D, int KEY_BITS, int VALUE_BITS, int HEADS, int TOKENS>
-__device__ __forceinline__ void attend_split(const Given& in, int split, int of_head) {
+// What fetched records change of the block's part: every split-th of them, the warps in turns.
+template <int D, int KEY_BITS, int VALUE_BITS, int KEY_FINE, int VALUE_FINE, int HEADS, int GROUP>
+__device__ __forceinline__ void correct_split(const Given& in, const Fetched& fetched, const Changed<HEADS>& to,
+                                              const float* queries, const float* units, const int* blocks, int split,
+                                              int of_head, int warp, int lane) {
+  const int C = D / 32;
+  float query[HEADS][C];
+#pragma unroll
+  for (int h = 0; h < HEADS; h++)
+#pragma unroll
+    for (int c = 0; c < C; c++) {
+      const int channel = C * lane + c;
+      query[h][c] = queries[h * D + spot(channel & ~3) + (channel & 3)] * units[h];
+    }
+  Change<D, HEADS> state = {};
+#pragma unroll
+  for (int h = 0; h < HEADS; h++) state.top[h] = NONE;
+  float* mixed = to.mixed + warp * to.stride;  // until the end the warp's records go through there
+  correct_fetched<D, KEY_BITS, VALUE_BITS, KEY_FINE, VALUE_FINE, HEADS, GROUP>(
+      state, query, in.keys, in.values, blocks, fetched, of_head, in.kv_heads, warp * in.splits + split,
+      WARPS * in.splits, (uint4*)mixed, lane);
+  __syncwarp();
+#pragma unroll
+  for (int h = 0; h < HEADS; h++) {
+    if (lane == 0) to.most[warp * HEADS + h] = state.top[h], to.total[warp * HEADS + h] = state.total[h];
+#pragma unroll
+    for (int c = 0; c < C; c++) mixed[h * D + C * lane + c] = state.mixed[h][c];
+  }
+}
+
+// One block's part. TOKENS: tokens of a group whose weights are told, 0 for none. REFINED: by what was fetched.
+template <int D, int KEY_BITS, int VALUE_BITS, int KEY_FINE, int VALUE_FINE, int HEADS, int TOKENS, bool REFINED>
+__device__ __forceinline__ void attend_split(const Given& in, const Fetched& fetched, int split, int of_head) {
   const int SETS = HEADS > 4 ? 2 : 1;
   typedef Staged<D, KEY_BITS, true> Keys;
   typedef Staged<D, VALUE_BITS, false> Values;
@@ -249,6 +300,12 @@ __device__ __forceinline__ void attend_split(const Given& in, int split, int of_
   take_queries<D, HEADS, SETS>(staged_queries, units, in.queries + head0 * D,
                                split ? nullptr : in.result.queries + head0 * D, warp, lane);
   __syncthreads();
+  float* after = (float*)(all + WARPS * (Keys::BYTES + Values::BYTES));
+  const int RECORD = (TOKENS * D * (KEY_FINE + VALUE_FINE) / 8 + 16) / 4, KEPT = HEADS * D > RECORD ? HEADS * D : RECORD;
+  const Changed<HEADS> changed = {after + 2 * WARPS * HEADS, after, after + WARPS * HEADS, KEPT};
+  if constexpr (REFINED)
+    correct_split<D, KEY_BITS, VALUE_BITS, KEY_FINE, VALUE_FINE, HEADS, TOKENS ? TOKENS : 4>(
+        in, fetched, changed, staged_queries, units, blocks, split, of_head, warp, lane);
 
   State<D, SETS> state = {};
 #pragma unroll
@@ -275,7 +332,7 @@ __device__ __forceinline__ void attend_split(const Given& in, int split, int of_
     commit_copies();
     if (tile + 2 * stride < tiles) next = load_int(blocks + tile + 2 * stride);
   }
-  merge_warps<D, HEADS, SETS>(state, (float*)all, in.result, head0, in.pieces, split, warp, lane);
+  merge_warps<D, HEADS, SETS, REFINED>(state, (float*)all, changed, in.result, head0, in.pieces, split, warp, lane);
 }
 
 // Blocks: batch · kv_heads · splits.
@@ -288,38 +345,14 @@ kv_attend(const u16* queries, const u16* new_keys, const u16* new_values, const 
           float* sums, float* tile_tops, int kv_heads, int splits, int pieces, int most_tiles) {
   const Given in = {queries, new_keys, new_values, positions, table,
                     {key_codes, key_scale, key_zero, key_other}, {value_codes, value_scale, value_zero, value_other},
-                    {sink_keys, sink_values, tail_keys, tail_values}, {turned, parts, tops, totals, sums, tile_tops},
+                    {sink_keys, sink_values, tail_keys, tail_values}, {turned, parts, tops, totals, sums, tile_tops, nullptr},
                     kv_heads, splits, pieces, most_tiles};
   let_next_kernel_start();
   wait_for_previous_kernel();
-  attend_split<D, KEY_BITS, VALUE_BITS, HEADS, TOKENS>(in, blockIdx.x % splits, blockIdx.x / splits);
+  attend_split<D, KEY_BITS, VALUE_BITS, 0, 0, HEADS, TOKENS, false>(in, {}, blockIdx.x % splits, blockIdx.x / splits);
 }
 
-// One block's part of what fetched records change.
-template <int D, int KEY_BITS, int VALUE_BITS, int KEY_FINE, int VALUE_FINE, int HEADS, int GROUP>
-__device__ __forceinline__ void correct_split(const Given& in, const Fetched& fetched, int refiner, int refiners,
-                                              int of_head) {
-  const int SETS = HEADS > 4 ? 2 : 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const size_t head0 = (size_t)of_head * HEADS;
-  float* staged_queries = (float*)block_memory;
-  float* units = staged_queries + 4 * SETS * D;
-  take_queries<D, HEADS, SETS>(staged_queries, units, in.queries + head0 * D, nullptr, warp, lane);
-  __syncthreads();
-  float query[HEADS][D / 32];
-#pragma unroll
-  for (int h = 0; h < HEADS; h++)
-#pragma unroll
-    for (int c = 0; c < D / 32; c++) {
-      const int channel = D / 32 * lane + c;
-      query[h][c] = staged_queries[h * D + spot(channel & ~3) + (channel & 3)] * units[h];
-    }
-  const Parts to = {in.result.parts, in.result.tops, in.result.totals, head0, in.pieces, in.splits + refiner};
-  const int* blocks = in.table + (size_t)(of_head / in.kv_heads) * in.most_tiles;
-  correct_fetched<D, KEY_BITS, VALUE_BITS, KEY_FINE, VALUE_FINE, HEADS, GROUP, WARPS>(
-      query, in.keys, in.values, blocks, fetched, of_head, in.kv_heads, refiner, refiners, (u8*)(units + 4 * SETS), to);
-}
-
-// Blocks: batch · kv_heads · (splits + refiners), those that refine first: they should not be what is waited for.
+// The same, refined, and errands first if there are any. Blocks: KINDS · owners · errands + batch · kv_heads · splits.
 template <int D, int KEY_BITS, int VALUE_BITS, int KEY_FINE, int VALUE_FINE, int HEADS, int GROUP>
 __global__ void __launch_bounds__(32 * WARPS, HEADS > 4 ? 2 : 3)
 kv_attend_refined(const u16* queries, const u16* new_keys, const u16* new_values, const int* positions,
@@ -327,18 +360,19 @@ kv_attend_refined(const u16* queries, const u16* new_keys, const u16* new_values
                   const u8* value_codes, const u16* value_scale, const u16* value_zero, const u16* value_other,
                   const int* table, u16* sink_keys, u16* sink_values, u16* tail_keys, u16* tail_values, float* turned,
                   float* parts, float* tops, float* totals, float* sums, float* tile_tops, int kv_heads, int splits,
-                  int pieces, int most_tiles, const u8* rows, const int* numbers, int owners, int room, int stride) {
+                  int pieces, int most_tiles, float* changes, const u8* rows, const int* numbers, const i64* errand, int owners, int room, int stride) {
   const Given in = {queries, new_keys, new_values, positions, table,
                     {key_codes, key_scale, key_zero, key_other}, {value_codes, value_scale, value_zero, value_other},
-                    {sink_keys, sink_values, tail_keys, tail_values}, {turned, parts, tops, totals, sums, tile_tops},
+                    {sink_keys, sink_values, tail_keys, tail_values}, {turned, parts, tops, totals, sums, tile_tops, changes},
                     kv_heads, splits, pieces, most_tiles};
   const Fetched fetched = {rows, numbers, room, stride};
-  const int refiners = pieces - splits, other = blockIdx.x - owners * refiners;
   let_next_kernel_start();
   wait_for_previous_kernel();
+  const int other = errand ? (int)blockIdx.x - KINDS * owners : blockIdx.x;
   if (other < 0)
-    correct_split<D, KEY_BITS, VALUE_BITS, KEY_FINE, VALUE_FINE, HEADS, GROUP>(in, fetched, blockIdx.x % refiners, refiners,
-                                                                               blockIdx.x / refiners);
+    run_errand<HEADS, TILE / GROUP, GROUP * D * (KEY_FINE + VALUE_FINE) / 128>(errand, blockIdx.x, owners,
+                                                                               (u32*)block_memory);
   else
-    attend_split<D, KEY_BITS, VALUE_BITS, HEADS, GROUP>(in, other % splits, other / splits);
+    attend_split<D, KEY_BITS, VALUE_BITS, KEY_FINE, VALUE_FINE, HEADS, GROUP, true>(in, fetched, other % splits,
+                                                                                    other / splits);
 }

@@ -32,10 +32,12 @@ from strataflux.kernels.gpu.kv_work import Fetched, KvTiles, KvWork, check_heads
 from strataflux.kernels.kv_encode import KvFormat
 from strataflux.kernels.kv_pack import TILE_TOKENS
 
-__all__ = ["instance_name", "kv_attend", "refined_name", "shared_bytes"]
+__all__ = ["ERRAND_KINDS", "instance_name", "kv_attend", "refined_name", "shared_bytes"]
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 _WARPS: Final = 4
+ERRAND_KINDS: Final = 3
+"""Blocks of each KV head that run a launch's errands: one ranks, one makes shares, one asks and brings."""
 _ALWAYS_ALLOWED: Final = 40 << 10  # 48 KiB less what the source declares itself
 
 _ROWS = tl.constexpr(16)
@@ -263,11 +265,14 @@ def refined_name(form: KvFormat, group: int) -> str:
 
 
 def shared_bytes(form: KvFormat, group: int) -> int:
-    """Shared memory of one of its blocks: queries, and for each warp a tile, which is more than a record or an output
-    of all heads.
-    """
+    """Shared memory of one of its blocks: queries, and for each warp a tile, which is more than all heads' output."""
     sets = 2 if group > 4 else 1
     return _WARPS * form.tile_bytes + 4 * 4 * sets * (form.head_dim + 1)
+
+
+def _changed_bytes(form: KvFormat, group: int) -> int:
+    """And for what each warp changes: an output of all heads, or a record before, and two numbers of each head."""
+    return _WARPS * (max(4 * group * form.head_dim, form.record_bytes + 16) + 8 * group)
 
 
 def kv_attend(
@@ -278,6 +283,7 @@ def kv_attend(
     cache: KvTiles,
     work: KvWork,
     fetched: Fetched | None = None,
+    errands: Tensor | None = None,
     *,
     path: Literal["cuda", "triton"] | None = None,
     early: bool = False,
@@ -292,8 +298,10 @@ def kv_attend(
         positions: [batch] int32 on the device: where these tokens come; at most ``(work.tiles + 2) · 128 - 1``.
         cache: all tiles before the newest 1 to 128 tokens are encoded.
         work: of the same sizes; overwritten.
-        fetched: records by which the refiners' parts correct the others beside them; ``work`` has refiners then. None:
-            their parts are left alone.
+        fetched: records that refine beside; ``work`` has refiners then, which only the portable path needs. None: their
+            parts are left alone.
+        errands: run beside on the fast path, with ``fetched`` only:
+            :meth:`Beside.row <strataflux.kernels.gpu.kv_beside.Beside.row>` of other layers.
         path: ``"cuda"`` or ``"triton"``; where None the first that this machine has.
         early: start while the kernel before still runs.
 
@@ -328,22 +336,31 @@ def kv_attend(
         if fetched is not None:
             correct_portable(cache, work, fetched)
         return
-    _launch(tensors, sizes, blocks, work, fetched, early=early)
+    _launch(tensors, sizes, blocks, work, (fetched, errands), early=early)
 
 
 def _launch(
-    tensors: Sequence[Tensor], sizes: Sequence[int], blocks: int, work: KvWork, fetched: Fetched | None, *, early: bool
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    blocks: int,
+    work: KvWork,
+    beside: tuple[Fetched | None, Tensor | None],
+    *,
+    early: bool,
 ) -> None:
     """The fast path."""
+    fetched, errands = beside
     form, group, device = work.form, work.heads // sizes[0], work.queries.get_device()
     size, name = shared_bytes(form, group), instance_name(form, group, work.group_tokens)
     arguments: list[np.generic] = [np.uint64(tensor.data_ptr()) for tensor in tensors]
     arguments += [np.int32(value) for value in sizes]
     if fetched is not None:
-        owners, room = fetched.numbers.shape
-        name, blocks = refined_name(form, group), blocks + owners * work.refiners
-        arguments += [np.uint64(t.data_ptr()) for t in (fetched.rows, fetched.numbers)]
-        arguments += [np.int32(value) for value in (owners, room, fetched.rows.shape[2])]
+        size, name = size + _changed_bytes(form, group), refined_name(form, group)
+        owners, room, stride = fetched.rows.shape
+        arguments += [np.uint64(t.data_ptr()) for t in (work.changes, fetched.rows, fetched.numbers)]
+        arguments.append(np.uint64(0 if errands is None else errands.data_ptr()))
+        arguments += [np.int32(value) for value in (owners, room, stride)]
+        blocks += 0 if errands is None else ERRAND_KINDS * owners
     starts_early = early and device_capability(device) >= (9, 0)
     function = _function(name, size, device)
     function.launch(blocks, 32 * _WARPS, arguments, early=starts_early, shared_bytes=size)

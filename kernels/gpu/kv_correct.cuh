@@ -5,8 +5,6 @@
 #pragma once
 #include "kv_half.cuh"
 
-const u32 LANES = 0xFFFFFFFFu;
-
 // --- codes ------------------------------------------------------------------------------------------------------------
 
 // A row of a plane: one byte each of this lane's channels.
@@ -238,32 +236,27 @@ struct Fetched {
   int room, stride;
 };
 
-// The part of one of `refiners` blocks: every `refiners`-th of a KV head's fetched groups, shared by its warps.
-template <int D, int KEY_BITS, int VALUE_BITS, int KEY_FINE, int VALUE_FINE, int HEADS, int GROUP, int WARPS>
-__device__ __forceinline__ void correct_fetched(const float (&query)[HEADS][D / 32], const Half& keys, const Half& values,
-                                                const int* blocks, const Fetched& from, int owner, int kv_heads,
-                                                int refiner, int refiners, u8* memory, const Parts& to) {
-  const int OF_TILE = TILE / GROUP, PIECES = GROUP * D * (KEY_FINE + VALUE_FINE) / 128;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, stride = WARPS * refiners, first = warp * refiners + refiner;
-  uint4* record = (uint4*)memory + warp * (PIECES + 1);
+// Adds every `stride`-th of a KV head's groups from `first` on to a warp's state; `record` as of correct_group.
+template <int D, int KEY_BITS, int VALUE_BITS, int KEY_FINE, int VALUE_FINE, int HEADS, int GROUP>
+__device__ __forceinline__ void correct_fetched(Change<D, HEADS>& state, const float (&query)[HEADS][D / 32],
+                                                const Half& keys, const Half& values, const int* blocks,
+                                                const Fetched& from, int owner, int kv_heads, int first, int stride,
+                                                uint4* record, int lane) {
+  const int OF_TILE = TILE / GROUP;
   const int* numbers = from.numbers + (size_t)owner * from.room;
   const u8* rows = from.rows + (size_t)owner * from.room * from.stride;
-  Change<D, HEADS> state = {};
-#pragma unroll
-  for (int h = 0; h < HEADS; h++) state.top[h] = NONE;
   for (int start = first; start < from.room; start += 32 * stride) {
     const int own = start + lane * stride, group = own < from.room ? load_int(numbers + own) : -1;
     const int place = group < 0 ? 0 : load_int(blocks + group / OF_TILE);
-    const int together = min(32, (from.room - start + stride - 1) / stride);
-    for (int i = 0; i < together; i++) {
+    u32 left = __ballot_sync(LANES, group >= 0);
+    while (left) {
+      const int i = __ffs(left) - 1;
+      left &= left - 1;
       const int number = __shfl_sync(LANES, group, i);
       const i64 tile = (i64)__shfl_sync(LANES, place, i) * kv_heads + owner % kv_heads;
-      if (number < 0) continue;
       const u64 at = (u64)(rows + (size_t)(start + i * stride) * from.stride);
       correct_group<D, KEY_BITS, VALUE_BITS, KEY_FINE, VALUE_FINE, HEADS, GROUP, false>(
           state, query, keys, values, tile, number % OF_TILE * GROUP, at, record, lane);
     }
   }
-  __syncthreads();  // records have been read: their memory is free
-  merge_changes<D, HEADS, WARPS>(state, (float*)memory, to, warp, lane);
 }

@@ -1,56 +1,28 @@
-"""What a step does for the next one: ask for the groups it selected, and bring those that the one before selected.
+"""Groups asked for ahead, and records brought to the device: the portable path of kv_fetch.cuh, in Triton.
 
-A group that matters at one token mostly matters at the next. So what is refined may be selected a step before, and then
-nothing of it needs to be waited for: its record is asked for at once (a *prefetch* of FORMAT.md: no look-up), has a
-step's time to come, and is looked up and copied to the device shortly before the layer that needs it. Attention takes
-it from there (:func:`~strataflux.kernels.gpu.kv_attend.kv_attend`). Records stay for some steps and go on refining:
-that costs little, and what mattered lately may matter again. What is there already needs no look-up. Look-ups are
-counted, stamped and, where something is absent still, asked for as in :mod:`strataflux.kernels.gpu.kv_refine`.
-
-One launch of few blocks does both, for two layers, beside other work. The fast path is CUDA C++ (kv_fetch.cu), the
-portable one the Triton below. Ours.
+:mod:`strataflux.kernels.gpu.kv_beside` says what for.
 """
 
-from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
-import numpy as np
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from strataflux.kernels.cuda_build import has_fast_path, load_function
 from strataflux.kernels.gpu import cells
 from strataflux.kernels.gpu.kv_refine_triton import look_up
-from strataflux.kernels.gpu.kv_work import Fetched, KvTiles, Listed
+from strataflux.kernels.gpu.kv_work import Fetched, KvRecords, KvTiles, Listed
 from strataflux.kernels.gpu.select import _request as request
 from strataflux.kernels.gpu.select import _scores as scores_of
-from strataflux.kernels.kv_encode import KvFormat
 from strataflux.proto import layout
 
-__all__ = ["KvRecords", "instance_name", "kv_fetch"]
+__all__ = ["ask_portable", "bring_portable"]
 
-_SOURCE: Final = Path(__file__).with_suffix(".cu")
-_THREADS: Final = 128
 _ASKED: Final = 256
 _COPIED: Final = 16
 
 _ABSENT = tl.constexpr(layout.ENTRY_ABSENT)
 _PREFETCH = tl.constexpr(layout.PREFETCH)
 _ONE = tl.constexpr(0x3F800000)
-
-
-class KvRecords(NamedTuple):
-    """Where records are found."""
-
-    block: Tensor
-    """int64, the attach block on the device (:mod:`~strataflux.kernels.gpu.cells`)."""
-    thresholds: Tensor
-    """:func:`~strataflux.kernels.gpu.select.score_thresholds` of the device."""
-    bases: Tensor
-    """[blocks] int64: object id of each block's first record, -1 where it has no records."""
-    table: int
-    """Number of the KV table."""
 
 
 @triton.jit
@@ -153,53 +125,46 @@ def _bring(
     tl.store(target, tl.load(source, mask=inside, other=0), mask=inside)
 
 
-def instance_name(form: KvFormat) -> str:
-    """The fast path's template instance."""
-    return f"kv_fetch<{form.record_bytes // 16}>"
+def ask_portable(cache: KvTiles, records: KvRecords, asked: Listed, first_oid: int) -> None:
+    """Ask ahead for what was listed; arguments as of :class:`~strataflux.kernels.gpu.kv_beside.Beside`."""
+    owners, room = asked.groups.shape
+    _ask[(triton.cdiv(room, _ASKED), owners)](
+        records.block,
+        records.thresholds,
+        records.bases,
+        records.table,
+        cache.table,
+        *asked,
+        first_oid,
+        cache.kv_heads,
+        cache.table.shape[1],
+        room,
+        OF_TILE=cache.form.groups_per_tile,
+        CHUNK=_ASKED,
+    )
 
 
-def kv_fetch(
-    cache: KvTiles,
-    records: KvRecords,
-    asked: tuple[Listed, int],
-    fetched: tuple[Fetched, int],
-    *,
-    path: Literal["cuda", "triton"] | None = None,
-) -> None:
-    """Ask ahead for what one layer selected, and fetch what another did, inside a step. Queued on the current stream;
-    no allocation.
-
-    Args:
-        cache: of either layer: its table and its format are read.
-        records: where records are found.
-        asked: what :func:`~strataflux.kernels.gpu.kv_select.kv_select` listed in this step, and that layer's first
-            record in a block: ``layer · kv_heads · groups_per_tile``.
-        fetched: a layer's list of the step before, or of this one if that is listed already; its numbers and rows are
-            overwritten; and that layer's first record.
-        path: ``"cuda"`` or ``"triton"``; where None the first that this machine has.
-
-    Raises:
-        CudaError: the fast path cannot be.
-    """
-    (list_, asked_oid), (to, fetched_oid), form = asked, fetched, cache.form
-    owners, room = to.listed.groups.shape
-    lists, sizes = to.numbers.shape[1] // room, (cache.kv_heads, cache.table.shape[1])
-    where = records.block, records.thresholds, records.bases
-    if path == "triton" or (path is None and not has_fast_path(to.rows)):
-        of_tile, grid = form.groups_per_tile, triton.cdiv(room, _ASKED)
-        _ask[(grid, owners)](
-            *where, records.table, cache.table, *list_, asked_oid, *sizes, room, OF_TILE=of_tile, CHUNK=_ASKED
-        )
-        words, rows = form.record_bytes // 4, (to.numbers, to.held, to.where, to.places)
-        _bring[(triton.cdiv(room, _COPIED), owners)](
-            *where, records.table, cache.table, *to.listed, *rows, fetched_oid, *sizes, room, lists, words,
-            OF_TILE=of_tile, WORDS=triton.next_power_of_2(words), CHUNK=_COPIED,
-        )  # fmt: skip
-        return
-    fetchers = max(1, -(-room // _THREADS))
-    tensors = (*where, cache.table, *list_, *to.listed, to.numbers, to.held, to.where, to.rows)
-    integers = (records.table, *sizes, form.groups_per_tile, room, lists, to.rows.shape[2], fetchers)
-    arguments: list[np.generic] = [np.uint64(tensor.data_ptr()) for tensor in tensors]
-    arguments += [np.int64(asked_oid), np.int64(fetched_oid), *(np.int32(value) for value in integers)]
-    function = load_function(_SOURCE, instance_name(form), to.rows.get_device())
-    function.launch(owners * (1 + fetchers), _THREADS, arguments, early=False)
+def bring_portable(cache: KvTiles, records: KvRecords, fetched: Fetched, first_oid: int) -> None:
+    """Bring what was listed; likewise."""
+    (owners, room), words = fetched.listed.groups.shape, cache.form.record_bytes // 4
+    _bring[(triton.cdiv(room, _COPIED), owners)](
+        records.block,
+        records.thresholds,
+        records.bases,
+        records.table,
+        cache.table,
+        *fetched.listed,
+        fetched.numbers,
+        fetched.held,
+        fetched.where,
+        fetched.places,
+        first_oid,
+        cache.kv_heads,
+        cache.table.shape[1],
+        room,
+        fetched.numbers.shape[1] // room,
+        words,
+        OF_TILE=cache.form.groups_per_tile,
+        WORDS=triton.next_power_of_2(words),
+        CHUNK=_COPIED,
+    )

@@ -3,6 +3,7 @@
 #include "device.cuh"
 
 typedef unsigned char u8;
+const u32 LANES = 0xFFFFFFFFu;  // all of a warp
 const int TILE = 128;
 #define NONE __int_as_float(0xFF800000)  // minus infinity
 

@@ -32,6 +32,7 @@ def _merge(
     parts: tl.tensor,
     tops: tl.tensor,
     totals: tl.tensor,
+    changes: tl.tensor,
     out: tl.tensor,
     pieces: tl.tensor,
     D: tl.constexpr,
@@ -48,7 +49,9 @@ def _merge(
     top = tl.load(tops + first + piece, mask=piece < pieces, other=float("-inf"))
     most = tl.max(top, 0)
     there = top > float("-inf")
-    total = tl.sum(tl.exp2(top - most) * tl.load(totals + first + piece, mask=there, other=0.0), 0)
+    total = tl.load(totals + first + piece, mask=there, other=0.0)
+    total += tl.load(changes + first + piece, mask=there, other=0.0)
+    total = tl.sum(tl.exp2(top - most) * total, 0)
     mixed = tl.zeros((ROWS, D), tl.float32)
     for start in range(0, pieces, ROWS):
         row = start + tl.arange(0, ROWS)
@@ -78,6 +81,7 @@ def kv_merge(work: KvWork, out: Tensor, *, early: bool = False) -> None:
         work.parts,
         work.tops,
         work.totals,
+        work.changes,
         out,
         pieces,
         D=work.form.head_dim,

@@ -3,30 +3,7 @@
 // Shares are counted by their leading bits while they are made. Then one block a KV head finds the n-th largest by its
 // further bits, counting those that agree with it so far: two passes, whatever the distribution. One more lists. Up to
 // 32,768 shares are read once and stay in registers.
-#include "device.cuh"
-
-const u32 EVERY = 0xFFFFFFFFu;
-const int TILE = 128, BINS = 2048, DIGIT = 11, BIN_SHIFT = 19;  // a share is at most 1: its two highest bits are zeros
-#define NONE __int_as_float(0xFF800000)  // minus infinity
-
-struct Four { u32 bits[4]; };
-__device__ __forceinline__ Four load_four(const float* at) {
-  const uint4 v = load_exact(at);
-  return {v.x, v.y, v.z, v.w};
-}
-__device__ __forceinline__ int groups_of(const int* positions, int sequence, int of_tile) {
-  return max((int)load_word(positions + sequence) / TILE - 1, 0) * of_tile;
-}
-
-// Counts a number of each lane below `BINS`; lanes with -1 have none. Where all have the same, one adds for all.
-__device__ __forceinline__ void tally(u32* bins, int bin, int lane) {
-  const int most = __reduce_max_sync(EVERY, bin), least = -__reduce_max_sync(EVERY, -bin);
-  if (most == least) {
-    if (lane == 0 && most >= 0) atomicAdd(bins + most, 32u);
-  } else if (bin >= 0) {
-    atomicAdd(bins + bin, 1u);
-  }
-}
+#include "kv_rank.cuh"
 
 // A block has 4 · THREADS groups of one KV head. Blocks: batch · kv_heads · chunks.
 template <int HEADS, int THREADS>
@@ -58,13 +35,13 @@ kv_shares(const int* positions, const float* tops, const float* totals, const fl
     float top = NONE, all = 0;
     for (int i = lane; i < splits; i += 32) top = fmaxf(top, __int_as_float((int)load_word(tops + at + i)));
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(EVERY, top, step));
+    for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(LANES, top, step));
     for (int i = lane; i < splits; i += 32) {
       const float own = __int_as_float((int)load_word(tops + at + i));
       if (own > NONE) all += __int_as_float((int)load_word(totals + at + i)) * exp2f(own - top);
     }
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) all += __shfl_xor_sync(EVERY, all, step);
+    for (int step = 1; step < 32; step *= 2) all += __shfl_xor_sync(LANES, all, step);
     if (lane == 0) most[h] = top, total[h] = all;
   }
   __syncthreads();
@@ -84,31 +61,7 @@ kv_shares(const int* positions, const float* tops, const float* totals, const fl
     if (counted[i]) atomicAdd(bins + (size_t)owner * BINS + i, counted[i]);
 }
 
-// The sum of `value` over the threads before this one, and over all of them.
-struct Sums { int before, all; };
-template <int WARPS>
-__device__ __forceinline__ Sums scan(int value, int* each, int warp, int lane) {
-  int upto = value;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int left = __shfl_up_sync(EVERY, upto, step);
-    if (lane >= step) upto += left;
-  }
-  __syncthreads();  // what was there before has been read
-  if (lane == 31) each[warp] = upto;
-  __syncthreads();
-  int warps = lane < WARPS ? each[lane] : 0;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int left = __shfl_up_sync(EVERY, warps, step);
-    if (lane >= step) warps += left;
-  }
-  const int all = __shfl_sync(EVERY, warps, 31), of_warp = __shfl_sync(EVERY, warps, warp) - each[warp];
-  return {of_warp + upto - value, all};
-}
-
 // The bin in which the `wanted`-th largest lies, and how many are still wanted of those in it. A thread has two bins.
-struct Digit { int bin, wanted; };
 template <int THREADS>
 __device__ __forceinline__ Digit digit_of(const u32* bins, int wanted, int* each, Digit* found, int warp, int lane) {
   const int high = BINS - 1 - 2 * threadIdx.x;
@@ -131,7 +84,7 @@ struct Held {
   __device__ __forceinline__ void load(const float* shares, int base, int count) {
 #pragma unroll
     for (int j = 0; j < FOURS; j++)
-      of[j] = first(base, j) < count ? load_four(shares + first(base, j)) : Four{EVERY, EVERY, EVERY, EVERY};
+      of[j] = first(base, j) < count ? load_four(shares + first(base, j)) : Four{LANES, LANES, LANES, LANES};
   }
 };
 
@@ -144,7 +97,7 @@ __device__ __forceinline__ void rank(u32 (&before)[Held<THREADS>::FOURS], const 
   auto upto = [&](u32 sum) {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const u32 left = __shfl_up_sync(EVERY, sum, step);
+      const u32 left = __shfl_up_sync(LANES, sum, step);
       if (lane >= step) sum += left;
     }
     return sum;

@@ -212,8 +212,7 @@ def kv_select(
         work: made with refiners; shares and floors are overwritten.
         fraction: how many of the groups in tiles are selected, above 0 and at most 1.
         listed: overwritten with them, with room for all; None: the list that ``work`` has, and on the portable path
-            none, since its refinement goes by the floor. With a list of its own selection is taken to run beside other
-            work: no block of it waits on the device for another.
+            none, since its refinement goes by the floor.
         path: ``"cuda"`` or ``"triton"``; where None the first that this machine has. Refinement takes the same.
         early: start while the kernel before still runs.
 
@@ -248,8 +247,8 @@ def _counted(positions: Tensor, work: KvWork, fraction: Fraction, listed: Listed
     arguments = [np.uint64(tensor.data_ptr()) for tensor in (positions, *left)]
     arguments += [np.int32(size) for size in (kv_heads, groups, to.groups.shape[1], of_tile)]
     arguments += [np.int64(fraction.numerator), np.int64(fraction.denominator)]
-    # Few blocks wait for few others: that hurts nobody but who would run in their place.
-    choose.launch(owners, _CHOOSING_THREADS, arguments, early=hopper and listed is None)
+    # Few blocks wait for few others: that never hurts.
+    choose.launch(owners, _CHOOSING_THREADS, arguments, early=hopper)
 
 
 def _bisected(positions: Tensor, work: KvWork, fraction: Fraction, early: bool) -> None:

@@ -55,8 +55,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
 }
 #endif
 
-const u32 EVERY = 0xFFFFFFFFu;
-
 // --- codes ------------------------------------------------------------------------------------------------------------
 
 // Codes of token s (of four neighbours) in the low bytes of both 16-bit halves, at bit `lift` of each.
@@ -113,12 +111,12 @@ struct State {  // of heads q and q + 4: maximum so far, this lane's part of the
 
 __device__ __forceinline__ float most_over_rows(float v) {
 #pragma unroll
-  for (int step = 4; step < 32; step *= 2) v = fmaxf(v, __shfl_xor_sync(EVERY, v, step));
+  for (int step = 4; step < 32; step *= 2) v = fmaxf(v, __shfl_xor_sync(LANES, v, step));
   return v;
 }
 __device__ __forceinline__ float sum_over_rows(float v) {
 #pragma unroll
-  for (int step = 4; step < 32; step *= 2) v += __shfl_xor_sync(EVERY, v, step);
+  for (int step = 4; step < 32; step *= 2) v += __shfl_xor_sync(LANES, v, step);
   return v;
 }
 
@@ -146,8 +144,8 @@ __device__ __forceinline__ void fold(Folded<D, SETS>& to, const u8* scales, cons
     const uint2 a = *(const uint2*)(scale + 64 * (i / 4) + 16 * q + 4 * (i % 4));
     most = most_halves(most, most_halves(a.x, a.y));
   }
-  most = most_halves(most, __shfl_xor_sync(EVERY, most, 1));
-  most = most_halves(most, __shfl_xor_sync(EVERY, most, 2));
+  most = most_halves(most, __shfl_xor_sync(LANES, most, 1));
+  most = most_halves(most, __shfl_xor_sync(LANES, most, 2));
   to.exponent = exponent_of(most) - 14;
   const float up = two_to(-to.exponent);
 #pragma unroll
@@ -168,9 +166,9 @@ __device__ __forceinline__ void fold(Folded<D, SETS>& to, const u8* scales, cons
         to.column[set][i][odd] = g & 1 ? low : high;
       }
     }
-    constant += __shfl_xor_sync(EVERY, constant, 1);
-    constant += __shfl_xor_sync(EVERY, constant, 2);
-    to.constant[set] = __shfl_sync(EVERY, constant, 8 * q);
+    constant += __shfl_xor_sync(LANES, constant, 1);
+    constant += __shfl_xor_sync(LANES, constant, 2);
+    to.constant[set] = __shfl_sync(LANES, constant, 8 * q);
   }
 }
 
@@ -260,7 +258,7 @@ __device__ __forceinline__ void mix_values(State<D, SETS>& state, const float (&
     most = most_halves(most, most_halves(a.x, a.y));
   }
 #pragma unroll
-  for (int step = 4; step < 32; step *= 2) most = most_halves(most, __shfl_xor_sync(EVERY, most, step));
+  for (int step = 4; step < 32; step *= 2) most = most_halves(most, __shfl_xor_sync(LANES, most, step));
   const int exponent = exponent_of(most) - 14;
   float sums[2 * WORDS][SETS][4] = {}, constant[SETS] = {};
 #pragma unroll

@@ -22,6 +22,7 @@ __all__ = [
     "HEAD_DIMS",
     "MAX_GROUP",
     "Fetched",
+    "KvRecords",
     "KvTiles",
     "KvWork",
     "Listed",
@@ -67,6 +68,19 @@ class KvTiles(NamedTuple):
 def halves_of(cache: KvTiles) -> list[Tensor]:
     """Codes and scales of keys, then of values, as kernels take them."""
     return [t for half in (cache.keys, cache.values) for t in (half.codes, half.scale, half.zero, half.other)]
+
+
+class KvRecords(NamedTuple):
+    """Where records are found."""
+
+    block: Tensor
+    """int64, the attach block on the device (:mod:`~strataflux.kernels.gpu.cells`)."""
+    thresholds: Tensor
+    """:func:`~strataflux.kernels.gpu.select.score_thresholds` of the device."""
+    bases: Tensor
+    """[blocks] int64: object id of each block's first record, -1 where it has no records."""
+    table: int
+    """Number of the KV table."""
 
 
 class Listed(NamedTuple):
@@ -163,6 +177,7 @@ class KvWork:
         queries: [batch, heads, head_dim] float32, rotated and scaled so that logits are powers of two.
         parts: [batch, heads, splits + refiners, head_dim] float32, relative to 2^tops; ``tops`` and ``totals`` lack the
             last axis. A part without tokens has the top -inf.
+        changes: as totals, added to them in the end: by what was refined in the same part.
         sums: [batch, heads, groups] float32, each group's sum of weights, relative to its tile's 2^tile_tops.
         tile_tops: [batch, heads, tiles] float32.
         shares: [batch · kv_heads, groups] float32, each group's share of the attention.
@@ -220,6 +235,7 @@ class KvWork:
         self.queries = room(batch, heads, form.head_dim)
         self.parts = room(batch, heads, pieces, form.head_dim)
         self.tops, self.totals = room(batch, heads, pieces).fill_(-torch.inf), room(batch, heads, pieces)
+        self.changes = torch.zeros_like(self.totals)
         self.sums, self.tile_tops = room(batch, heads, groups), room(batch, heads, tiles)
         self.shares, self.bins = room(owners, groups), room(owners, 1 << BINS_LOG2, dtype=torch.int32)
         self.keys, self.counts = room(owners, groups, dtype=torch.int64), room(owners, 2, dtype=torch.int32)

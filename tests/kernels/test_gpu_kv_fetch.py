@@ -12,13 +12,12 @@ pytest.importorskip("triton", reason="Triton is not installed (the gpu extra)")
 
 from strataflux.client import attach_block as ab
 from strataflux.kernels.gpu import kv_attend as kv_attend_module
-from strataflux.kernels.gpu import kv_fetch as kv_fetch_module
-from strataflux.kernels.gpu import kv_select as kv_select_module
+from strataflux.kernels.gpu import kv_beside as kv_beside_module
 from strataflux.kernels.gpu.kv_attend import kv_attend, refined_name
-from strataflux.kernels.gpu.kv_fetch import KvRecords, instance_name, kv_fetch
+from strataflux.kernels.gpu.kv_beside import Beside, instance_name
 from strataflux.kernels.gpu.kv_merge import kv_merge
-from strataflux.kernels.gpu.kv_select import kv_select, select_reference
-from strataflux.kernels.gpu.kv_work import Fetched, KvWork
+from strataflux.kernels.gpu.kv_select import select_reference
+from strataflux.kernels.gpu.kv_work import Fetched, KvRecords, KvWork, Listed
 from strataflux.kernels.gpu.select import score_thresholds
 from strataflux.kernels.gpu.step import begin_step, end_step
 from strataflux.kernels.kv_encode import KvFormat
@@ -50,8 +49,7 @@ def emulations(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Emulate
         pytest.skip("no g++ to compile the CUDA source for the host with")
     sources: dict[object, set[str]] = {
         kv_attend_module: {refined_name(form, group) for form, group in FORMS},
-        kv_select_module: {f"kv_shares<{group}, 256>" for _, group in FORMS} | {"kv_choose<1024>"},
-        kv_fetch_module: {instance_name(form) for form, _ in FORMS},
+        kv_beside_module: {instance_name(form, heads) for form, group in FORMS for heads in (group, 1)},
     }
     return {
         module: EmulatedKernels(
@@ -88,20 +86,33 @@ class Steps:
         groups = TILES * form.groups_per_tile
         self.fetched = Fetched.empty(2, groups, room, kept, form.record_bytes, device)
 
-    def attend(self) -> torch.Tensor:
-        """Attention with what was fetched."""
+    def attend(self, errands: Beside | None = None) -> torch.Tensor:
+        """Attention with what was fetched; with errands of others beside."""
         case, out = self.case, torch.full_like(self.case.queries, torch.nan, dtype=torch.float32)
         new = case.queries, case.new_keys, case.new_values
-        kv_attend(*new, case.positions, case.cache, self.work, self.fetched, path=self.path)
+        row = None if errands is None else errands.row()
+        if errands is not None and self.path == "triton":
+            errands.launch(path="triton")
+        kv_attend(*new, case.positions, case.cache, self.work, self.fetched, row, path=self.path)
         kv_merge(self.work, out)
         return out.double()
 
-    def select_and_fetch(self) -> None:
-        """Ask for what attention just selected, and fetch it at once."""
+    def errands(self) -> list[Beside]:
+        """Ask for what attention just selected, and fetch it at once: in so many launches."""
         listed, first = self.fetched.listed, LAYER * self.case.cache.form.groups_per_tile
-        kv_select(self.case.positions, self.work, FRACTION, listed, path=self.path)
         records = KvRecords(self.side.block, score_thresholds(self.device), self.bases, 1)
-        kv_fetch(self.case.cache, records, (listed, first), (self.fetched, first), path=self.path)
+        common = self.case.positions, self.case.cache, records, FRACTION
+        return [
+            Beside(*common, shares=self.work),
+            Beside(*common, rank=(self.work, listed)),
+            Beside(*common, ask=(listed, first)),
+            Beside(*common, bring=(self.fetched, first)),
+        ]
+
+    def select_and_fetch(self) -> None:
+        """Run the errands."""
+        for errand in self.errands():
+            errand.launch(errand.row(), path=self.path)
 
     def step(self) -> torch.Tensor:
         """One step; its output."""
@@ -241,4 +252,46 @@ def test_what_some_steps_selected_goes_on_refining(device: torch.device, path: W
         fetched = [g for i, g in now if g not in lying[i] or steps.oid(i, g) not in steps.where]
         assert int(steps.side.session["kv_lookups"][0]) - before == len(fetched), number
         steps.case.queries.copy_(torch.randn(steps.case.queries.shape, generator=generator))
+    steps.side.close()
+
+
+def test_errands_ride_on_another_layers_attention(device: torch.device, path: Way) -> None:
+    form, group = FORMS[0]
+    steps, alone, other = (Steps(form, group, {1, 4}, device, path) for _ in range(3))
+    expected = other.attend()
+    for one in (steps, alone):
+        begin_step(one.side.block)
+        one.attend()
+    for errand in steps.errands():
+        assert torch.equal(other.attend(errand), expected)
+    alone.select_and_fetch()
+    for index in range(2):
+        assert steps.refining(index) == alone.refining(index) != []
+    assert torch.equal(steps.fetched.rows, alone.fetched.rows)
+    assert torch.equal(steps.attend(), alone.attend())
+    for one in (steps, alone, other):
+        one.side.close()
+
+
+@pytest.mark.parametrize("tiles", [2, 300])
+def test_errands_list_equal_shares_by_lower_number(device: torch.device, path: Way, tiles: int) -> None:
+    form, group = FORMS[0]
+    steps, groups = Steps(form, group, set(), device, path), tiles * form.groups_per_tile
+    cache = steps.case.cache._replace(table=torch.zeros(1, tiles, dtype=torch.int32, device=device))
+    work = KvWork(form, 1, group, 1, tiles, device, splits=1, refiners=1)
+    work.tops.zero_()
+    work.totals.fill_(float(groups))
+    positions = torch.tensor([(tiles + 1) * 128], dtype=torch.int32, device=device)
+    listed = Listed.empty(1, groups // 16, device)
+    records = KvRecords(steps.side.block, score_thresholds(device), steps.bases, 1)
+    common = positions, cache, records, Fraction(1, 16)
+    strong = torch.ones(groups).index_fill_(0, torch.arange(7, groups, 100), 3.0)
+    for shares in (torch.ones(groups), strong, torch.rand(groups, generator=torch.Generator().manual_seed(2))):
+        work.sums[0] = shares
+        for errand in (Beside(*common, shares=work), Beside(*common, rank=(work, listed))):
+            errand.launch(errand.row(), path=path)
+        expected = select_reference(shares, groups // 16)
+        assert listed.groups[0].tolist() == sorted(expected.tolist())
+        assert int(listed.counts[0]) == groups // 16
+        torch.testing.assert_close(listed.strengths[0].cpu(), shares[listed.groups[0].cpu().long()] / groups)
     steps.side.close()

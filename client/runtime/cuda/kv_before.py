@@ -1,12 +1,12 @@
 """Refinement of a low-bit KV cache by groups that steps before selected: nothing of it is waited for.
 
-What stands in a layer's way is one launch of attention, of which a few blocks refine from records that are in device
-memory already. All else goes beside: on a lane of its own the layer's shares are ranked, its groups asked for, and the
-records of a later layer fetched, which that layer's last step selected. So each record has nearly a step to come.
+A layer is one launch of attention and one that merges. Attention refines from records that are in device memory, and
+takes errands along for other layers (:mod:`~strataflux.kernels.gpu.kv_beside`): by the time of layer L the shares of
+layer L - 1 are made, the groups of L - 2 are ranked, those of L - 3 asked for, and the records of L + 1 brought, which
+its last step selected. So each record has nearly a step to come. What the last layers leave to be done, and the first
+one's records, are launches of their own at the end of the step, beside the product with the head.
 
-Of layer L + 2 the first launch waits for what layer L began beside it, so that two working memories take turns. The
-first layers' records are fetched at the end of the step before, hence by its step's rules: they are looked up inside
-it, and what lies in device memory afterwards stays, whatever becomes of their slots.
+What was looked up inside a step and lies in device memory stays, whatever becomes of its slot.
 
 States of a layer's list: empty → *listed* (its step's selection) → *fetched* (its groups refine from their rows) →
 listed anew. What was fetched goes on refining until so many lists came since. :meth:`SelectedBefore.forget` empties
@@ -18,23 +18,24 @@ from typing import Final
 
 from torch import Tensor
 
+from strataflux.client.errors import MisuseError
 from strataflux.client.runtime.cuda.kv_now import NewToken
 from strataflux.client.runtime.cuda.lanes import MAIN, InlineLanes, Lanes, StreamLanes, join
 from strataflux.client.runtime.models import ModelConfig
-from strataflux.kernels.gpu.kv_attend import kv_attend
-from strataflux.kernels.gpu.kv_fetch import KvRecords, kv_fetch
+from strataflux.kernels.cuda_build import has_fast_path
+from strataflux.kernels.gpu.kv_attend import ERRAND_KINDS, kv_attend
+from strataflux.kernels.gpu.kv_beside import Beside
 from strataflux.kernels.gpu.kv_merge import kv_merge
-from strataflux.kernels.gpu.kv_select import kv_select
-from strataflux.kernels.gpu.kv_work import Fetched, KvTiles, KvWork, default_splits
+from strataflux.kernels.gpu.kv_work import Fetched, KvRecords, KvTiles, KvWork, default_splits
 from strataflux.kernels.kv_encode import KvFormat
 
 __all__ = ["SelectedBefore"]
 
 _SIDE: Final = 1
-_AHEAD: Final = 2
-"""Layers between the launch that fetches a layer's records and the layer: working memories take as many turns."""
+_TURNS: Final = 3
+"""Launches from attention to a listed selection, its own included: so many working memories take turns."""
 _REFINERS: Final = 4
-"""Blocks of a KV head's attention that refine."""
+"""Programs that share a KV head's groups on the portable path."""
 
 
 class SelectedBefore:
@@ -54,45 +55,74 @@ class SelectedBefore:
             records: where they are looked up.
         """
         device, owners = records.bases.device, config.kv_heads
-        splits = default_splits(device, owners, tiles, config.heads // owners)
+        splits = max(1, default_splits(device, owners, tiles, config.heads // owners) - ERRAND_KINDS)
         shape = (form, 1, config.heads, owners, tiles, device)
         # fixed after construction
-        self._fraction, self._records = fraction, records
+        self._fraction, self._records, self._fast = fraction, records, has_fast_path(records.bases)
         self._lanes: Lanes = StreamLanes(device, 2, early=False) if device.type == "cuda" else InlineLanes()
         # device memory
-        self._works = [KvWork(*shape, splits=max(1, splits - _REFINERS), refiners=_REFINERS) for _ in range(_AHEAD)]
+        self._works = [KvWork(*shape, splits=splits, refiners=_REFINERS) for _ in range(_TURNS)]
         room = self._works[0].selected_groups(fraction, tiles)
         sizes = (owners, tiles * form.groups_per_tile, room, steps, form.record_bytes, device)
         self._layers = [Fetched.empty(*sizes) for _ in range(config.layers)]
-        # while a step is queued
-        self._due: dict[int, object] = {}
+        self._errands: dict[int, tuple[Beside, Tensor | None]] = {}
 
     def attend(self, layer: int, cache: KvTiles, new: NewToken, position: Tensor, out: Tensor) -> None:
         """As :meth:`SelectedNow.attend <strataflux.client.runtime.cuda.kv_now.SelectedNow.attend>`, refined by what the
-        layer's last step selected; begin what the next one needs.
-        """
-        lanes, work = self._lanes, self._works[layer % _AHEAD]
-        if (due := self._due.pop(layer, None)) is not None:
-            lanes.wait(MAIN, due)
-        kv_attend(*new, position, cache, work, self._layers[layer])
-        lanes.wait(_SIDE, lanes.mark(MAIN))
-        lanes.run(_SIDE, lambda _: self._prepare(layer, cache, work, position))
-        self._due[layer + _AHEAD] = lanes.mark(_SIDE)
-        kv_merge(work, out)
+        layer's last steps selected; do what is due for other layers.
 
-    def _prepare(self, layer: int, cache: KvTiles, work: KvWork, position: Tensor) -> None:
-        """List this layer's groups, ask for them, and fetch the records of the layer that comes in a while."""
-        of_layer = cache.kv_heads * cache.form.groups_per_tile
-        listed, later = self._layers[layer].listed, (layer + _AHEAD) % len(self._layers)
-        kv_select(position, work, self._fraction, listed)
-        kv_fetch(cache, self._records, (listed, layer * of_layer), (self._layers[later], later * of_layer))
+        Raises:
+            MisuseError: ``position`` is not the memory that it was before.
+        """
+        work, (beside, row) = self._works[layer % _TURNS], self._due(layer, cache, position)
+        if not self._fast:
+            beside.launch()
+        kv_attend(*new, position, cache, work, self._layers[layer], row)
+        kv_merge(work, out)
+        if layer == len(self._layers) - 1:
+            self._lanes.wait(_SIDE, self._lanes.mark(MAIN))
+            for number in range(layer + 1, layer + 1 + _TURNS):
+                rest, row = self._due(number, cache, position)
+                self._lanes.run(_SIDE, lambda _, rest=rest, row=row: rest.launch(row))  # type: ignore[misc]
 
     def join(self) -> None:
         """The step's end may come: it waits for all that was begun."""
         join(self._lanes, {_SIDE})
-        self._due.clear()
 
     def forget(self) -> None:
         """Refine nothing in the next step: what was selected or fetched is of another sequence, or may be torn."""
         for layer in self._layers:
             layer.forget()
+
+    def _due(self, number: int, cache: KvTiles, position: Tensor) -> tuple[Beside, Tensor | None]:
+        """The errands of a layer's launch, and of those that follow the last one; made when they are first run."""
+        if number not in self._errands:
+            made = self._make(number, cache, position)
+            self._errands[number] = made, made.row() if self._fast else None
+        found = self._errands[number]
+        if found[0].positions.data_ptr() != position.data_ptr():
+            raise MisuseError("position", "another tensor than before", "the same memory in each step", "reuse it")
+        return found
+
+    def _make(self, number: int, cache: KvTiles, position: Tensor) -> Beside:
+        layers, of_layer = self._layers, cache.kv_heads * cache.form.groups_per_tile
+
+        def first(layer: int) -> int:
+            return layer * of_layer
+
+        def there(layer: int) -> bool:
+            return 0 <= layer < len(layers)
+
+        shared, ranked, asked, brought = number - 1, number - 2, number - 3, number + 1
+        if number == len(layers) - 1 + _TURNS:
+            brought = 0
+        return Beside(
+            position,
+            cache,
+            self._records,
+            self._fraction,
+            self._works[shared % _TURNS] if there(shared) else None,
+            (self._works[ranked % _TURNS], layers[ranked].listed) if there(ranked) else None,
+            (layers[asked].listed, first(asked)) if there(asked) else None,
+            (layers[brought], first(brought)) if there(brought) else None,
+        )

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from strataflux.client.runtime.models import ModelConfig
 from strataflux.kernels.gpu.kv_attend import kv_attend
-from strataflux.kernels.gpu.kv_fetch import KvRecords
 from strataflux.kernels.gpu.kv_merge import kv_merge
 from strataflux.kernels.gpu.kv_refine import kv_refine
 from strataflux.kernels.gpu.kv_select import kv_select
-from strataflux.kernels.gpu.kv_work import KvTiles, KvWork
+from strataflux.kernels.gpu.kv_work import KvRecords, KvTiles, KvWork
 from strataflux.kernels.kv_encode import KvFormat
 
 __all__ = ["NewToken", "SelectedNow"]

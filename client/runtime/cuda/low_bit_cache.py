@@ -22,8 +22,7 @@ from strataflux.client.runtime.cuda.kv_before import SelectedBefore
 from strataflux.client.runtime.cuda.kv_now import SelectedNow
 from strataflux.client.runtime.models import ModelConfig
 from strataflux.kernels.gpu.kv_encode import kv_encode
-from strataflux.kernels.gpu.kv_fetch import KvRecords
-from strataflux.kernels.gpu.kv_work import HEAD_DIMS, MAX_GROUP, KvTiles
+from strataflux.kernels.gpu.kv_work import HEAD_DIMS, MAX_GROUP, KvRecords, KvTiles
 from strataflux.kernels.gpu.select import score_thresholds
 from strataflux.kernels.kv_attention import encoded_tiles
 from strataflux.kernels.kv_encode import KvFormat

@@ -1,11 +1,12 @@
-// Requests for the groups that were just selected, and records of groups selected a step ago; kv_fetch.py says more.
+// Groups asked for ahead, and records brought to the device; kv_fetch.py says more.
 //
 // A lane looks a group up, then its warp copies the records that were found, some at once, so that the link has enough
-// to do. The blocks are few and small: they run beside kernels that need the device.
+// to do. The blocks are few and small: they run beside what needs the device.
+#pragma once
 #include "kv_half.cuh"
 #include "kv_lookup.cuh"
 
-const int THREADS = 128, WARPS = THREADS / 32, TOGETHER = 8;
+const int FETCHING = 128, TOGETHER = 8;  // threads of a block, records of a warp under way
 
 struct Groups {  // listed, of KV heads [batch · kv_heads, room]
   const int *numbers, *counts;
@@ -25,7 +26,7 @@ struct Blocks {  // where groups lie
 
 __device__ __forceinline__ void ask_for(const Lookup& in, const Blocks& blocks, const Groups& groups, int owner) {
   const int count = load_int(groups.counts + owner);
-  for (int i = threadIdx.x; i < count; i += THREADS) {
+  for (int i = threadIdx.x; i < count; i += FETCHING) {
     const size_t at = (size_t)owner * blocks.room + i;
     const i64 oid = blocks.oid_of(owner, load_int(groups.numbers + at), groups.first_oid);
     if (oid >= 0) ask_ahead(in, oid, load_word(groups.strengths + at));
@@ -41,8 +42,8 @@ __device__ __forceinline__ void copy_records(u64 address, u8* first, int stride,
     u64 from[BATCH];
 #pragma unroll
     for (int b = 0; b < BATCH; b++) {
-      const u32 high = __shfl_sync(EVERY, (u32)(address >> 32), start + b);
-      from[b] = (u64)high << 32 | __shfl_sync(EVERY, (u32)address, start + b);
+      const u32 high = __shfl_sync(LANES, (u32)(address >> 32), start + b);
+      from[b] = (u64)high << 32 | __shfl_sync(LANES, (u32)address, start + b);
 #pragma unroll
       for (int d = 0; d < DEEP; d++)
         if (from[b] && lane + 32 * d < PIECES) piece[b][d] = load_host_piece(from[b] + 16 * (lane + 32 * d));
@@ -67,7 +68,8 @@ struct Rows {  // of KV heads [batch · kv_heads, lists · room], see kv_work.py
 template <int PIECES>
 __device__ __forceinline__ void fetch(const Lookup& lookup, const Blocks& blocks, const Groups& wanted, const Rows& to,
                                       int owner, int part, int parts, int turn, int* counts) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, room = blocks.room, count = load_int(wanted.counts + owner);
+  const int WARPS = FETCHING / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, room = blocks.room;
+  const int count = load_int(wanted.counts + owner);
   const int mine = turn * room, oldest = (turn + 1) % to.lists * room;
   int *numbers = to.numbers + (size_t)owner * to.lists * room, *held = to.held + (size_t)owner * to.lists * room;
   int* where = to.where + (size_t)owner * to.most_groups;
@@ -86,29 +88,4 @@ __device__ __forceinline__ void fetch(const Lookup& lookup, const Blocks& blocks
     if (address) where[group] = mine + i;
     copy_records<PIECES>(address, records + (size_t)(mine + start) * to.stride, to.stride, lane);
   }
-}
-
-// Blocks: batch · kv_heads · (1 + fetchers), the first one of each KV head asks.
-template <int PIECES>
-__global__ void __launch_bounds__(THREADS)
-kv_fetch(i64* block, const float* thresholds, const i64* bases, const int* table, const int* asked,
-         const int* asked_counts, const u32* asked_strengths, const int* wanted, const int* wanted_counts,
-         const u32* wanted_strengths, int* numbers, int* held, int* where, u8* records, i64 asked_oid, i64 wanted_oid,
-         int kv_table, int kv_heads, int most_tiles, int of_tile, int room, int lists, int stride, int fetchers) {
-  __shared__ int counts[2];
-  const int owner = blockIdx.x / (1 + fetchers), part = blockIdx.x % (1 + fetchers) - 1;
-  const Blocks blocks = {bases, table, kv_heads, most_tiles, of_tile, room};
-  const Lookup lookup(block, thresholds, kv_table);
-  if (part < 0) {
-    ask_for(lookup, blocks, {asked, asked_counts, asked_strengths, asked_oid}, owner);
-    return;
-  }
-  if (threadIdx.x < 2) counts[threadIdx.x] = 0;
-  __syncthreads();
-  const Rows rows = {numbers, held, where, records, lists, most_tiles * of_tile, stride};
-  fetch<PIECES>(lookup, blocks, {wanted, wanted_counts, wanted_strengths, wanted_oid}, rows, owner, part, fetchers,
-                (int)(load_cell(block + STEP) % lists), counts);
-  __syncthreads();
-  const i64 counter = load_cell(block + TABLES + TABLE_CELLS * kv_table + 2);
-  if (threadIdx.x < 2) count(block + counter + threadIdx.x, counts[threadIdx.x]);
 }
