@@ -14,7 +14,7 @@ from strataflux.client.errors import MisuseError
 from strataflux.client.runtime.block import attend_newest
 from strataflux.client.runtime.models import ModelConfig
 
-__all__ = ["ExactCache", "ExactLayer", "KvCache", "check_truncation", "require_all_seen", "require_no_windows"]
+__all__ = ["ExactCache", "ExactLayer", "KvCache", "Ring", "check_truncation", "require_all_seen", "require_no_windows"]
 
 
 class KvCache(Protocol):
@@ -87,12 +87,38 @@ def require_no_windows(config: ModelConfig, subject: str) -> None:
         raise MisuseError(subject, found, "attention to all positions in every layer", "leave it away")
 
 
-class ExactLayer:
-    """Keys and values of one layer in float32, all or those of a window: what its positions see and nothing beside.
+class Ring:
+    """Which of a sequence's positions lie in so many rows: position p in row p mod rows, until a later one takes that.
 
-    Position p lies in row p mod rows: one that leaves the window makes room for the newest. So a step can be taken
-    again, and the one before it too; further back only until rows are used a second time.
+    A position sees rows - 1 before it. So a step can be taken again, and the one before it too; further back only until
+    rows are used a second time.
     """
+
+    def __init__(self, rows: int) -> None:
+        """``rows`` without a position."""
+        self.rows = rows
+        self._oldest = 0
+        """The first position whose row no later one has taken."""
+
+    def wrote(self, end: int) -> None:
+        """All positions below ``end`` have had their rows."""
+        self._oldest = max(self._oldest, end - self.rows)
+
+    def truncate(self, length: int) -> None:
+        """Forget positions from ``length`` on.
+
+        Raises:
+            MisuseError: what position ``length`` attends to is not held any more.
+        """
+        if not length:
+            self._oldest = 0
+        elif (first := max(0, length - self.rows + 1)) < self._oldest:
+            found, least = f"position {length}, which attends to {first} and on", self._oldest + self.rows - 1
+            raise MisuseError("reset", found, f"0, or {least} and on: {self._oldest} is held", "begin a new sequence")
+
+
+class ExactLayer:
+    """Keys and values of one layer in float32, all or those of a window: what its positions see and nothing beside."""
 
     def __init__(self, config: ModelConfig, context: int, window: int = 0) -> None:
         """Allocate ``context`` positions, or ``window`` if that is less and not 0."""
@@ -101,8 +127,7 @@ class ExactLayer:
         rows = min(window, context) if window else context
         # changed by steps and fills
         self._keys, self._values = (torch.empty(config.kv_heads, rows, config.head_dim) for _ in range(2))
-        self._oldest = 0
-        """The first position whose row no later one has taken."""
+        self._ring = Ring(rows)
 
     @property
     def rows(self) -> int:
@@ -119,7 +144,7 @@ class ExactLayer:
         rows = self.rows
         self._keys[:, now % rows] = keys
         self._values[:, now % rows] = values
-        self._oldest = max(self._oldest, now + 1 - rows)
+        self._ring.wrote(now + 1)
         # Query heads that share a key head stand as rows of one small matrix; all see every position that is held.
         shared = queries.view(keys.shape[0], -1, keys.shape[1])
         past = self._keys[:, : now + 1], self._values[:, : now + 1]
@@ -143,19 +168,11 @@ class ExactLayer:
         places = torch.arange(end - kept, end) % rows
         self._keys[:, places] = keys[:, -kept:]
         self._values[:, places] = values[:, -kept:]
-        self._oldest = max(self._oldest, end - rows)
+        self._ring.wrote(end)
 
     def truncate(self, length: int) -> None:
-        """Forget positions from ``length`` on.
-
-        Raises:
-            MisuseError: what position ``length`` attends to is not held any more.
-        """
-        if not length:
-            self._oldest = 0
-        elif (first := max(0, length - self.rows + 1)) < self._oldest:
-            found, least = f"position {length}, which attends to {first} and on", self._oldest + self.rows - 1
-            raise MisuseError("reset", found, f"0, or {least} and on: {self._oldest} is held", "begin a new sequence")
+        """As :meth:`Ring.truncate`."""
+        self._ring.truncate(length)
 
 
 class ExactCache:

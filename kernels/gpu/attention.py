@@ -1,7 +1,8 @@
 """Attention of one position to a float16 cache, its own key and value included.
 
 Formula. For each query head, ``out = Σ_j softmax_j(q · k_j / sqrt(d)) v_j`` over positions 0 … now, where key head
-``h // group`` belongs to query head h. This position's key and value come beside the cache and are stored into it.
+``h // group`` belongs to query head h. This position's key and value come beside the cache and are stored into it. A
+cache that is a *ring* of W rows holds position j in row j mod W, and positions now - W + 1 … now are attended to.
 
 A program handles one key head (all its query heads are rows of one small matrix) and every ``splits``-th block of
 positions; sums are float32, probabilities meet values as float16. Programs leave their part, and the one that comes
@@ -94,6 +95,7 @@ def _attend(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
+    RING: tl.constexpr,
 ) -> None:
     head, split = tl.program_id(0), tl.program_id(1)
     row, i = tl.arange(0, _ROWS), tl.arange(0, D)
@@ -105,21 +107,28 @@ def _attend(
     own_key = tl.load(new_keys + head * D + i)
     own_value = tl.load(new_values + head * D + i)
     past = head.to(tl.int64) * context * D
-    blocks = now // BLOCK + 1
-    if (blocks - 1) % SPLITS == split:
-        tl.store(keys + past + now * D + i, own_key)
-        tl.store(values + past + now * D + i, own_value)
+    blocks, begin, mine = now // BLOCK + 1, 0, now
+    if RING:
+        begin = tl.maximum(now - context + 1, 0) // BLOCK
+        mine = now % context
+    if (blocks - 1 - begin) % SPLITS == split:
+        tl.store(keys + past + mine * D + i, own_key)
+        tl.store(values + past + mine * D + i, own_value)
 
     most = tl.full((_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((_ROWS,), tl.float32)
     mixed = tl.zeros((_ROWS, D), tl.float32)
-    for block in range(split, blocks, SPLITS):
+    for block in range(begin + split, blocks, SPLITS):
         at = block * BLOCK + tl.arange(0, BLOCK)
-        where = past + at[:, None] * D + i[None, :]
-        earlier, this = (at < now)[:, None], (at == now)[:, None]
+        seen, before, held = at <= now, at < now, at
+        if RING:
+            near = at > now - context
+            seen, before, held = seen & near, before & near, at % context
+        where = past + held[:, None] * D + i[None, :]
+        earlier, this = before[:, None], (at == now)[:, None]
         key = tl.where(this, own_key[None, :], tl.load(keys + where, mask=earlier, other=0.0))
         value = tl.where(this, own_value[None, :], tl.load(values + where, mask=earlier, other=0.0))
-        scores = tl.where((at <= now)[None, :], tl.dot(q, tl.trans(key)) * scale, float("-inf"))
+        scores = tl.where(seen[None, :], tl.dot(q, tl.trans(key)) * scale, float("-inf"))
         new = tl.maximum(most, tl.max(scores, 1))
         share, keep = tl.exp(scores - new[:, None]), tl.exp(most - new)
         total = total * keep + tl.sum(share, 1)
@@ -132,14 +141,14 @@ def _attend(
         tl.store(to, mixed / total[:, None], mask=(row < GROUP)[:, None])
     else:
         first = head * SPLITS
-        if split < blocks:
+        if split < blocks - begin:
             tl.store(parts + ((first + split) * _ROWS + row)[:, None] * D + i[None, :], mixed)
             tl.store(totals + (first + split) * 2 * _ROWS + row, most)
             tl.store(totals + (first + split) * 2 * _ROWS + _ROWS + row, total)
         tl.debug_barrier()  # every thread has stored its share before one of them takes the ticket
         if tl.atomic_add(tickets + head, 1, sem="acq_rel") == SPLITS - 1:
             tl.store(tickets + head, 0)
-            merged = _merge(parts, totals, first, tl.minimum(blocks, SPLITS), row, i, D)
+            merged = _merge(parts, totals, first, tl.minimum(blocks - begin, SPLITS), row, i, D)
             tl.store(to, merged, mask=(row < GROUP)[:, None])
 
 
@@ -154,8 +163,10 @@ def attend(
     scratch: AttentionScratch,
     *,
     early: bool = False,
+    ring: bool = False,
 ) -> None:
-    """Store this position's key and value, and attend to all so far. Queued on the current stream; no allocation.
+    """Store this position's key and value, and attend to all so far, or as many as a ring holds. Queued on the current
+    stream; no allocation.
 
     Args:
         queries: [heads, head_dim] float16.
@@ -163,10 +174,11 @@ def attend(
         new_values: see there.
         keys: [kv_heads, context, head_dim] float16, the cache; ``values`` likewise.
         values: see there.
-        position: [1] int32 on the device, below ``context``.
+        position: [1] int32 on the device, below ``context`` unless the cache is a ring.
         out: [heads · head_dim] float16 or bfloat16, overwritten.
         scratch: of the same heads.
         early: start while the kernel before still runs.
+        ring: the cache is one, of ``context`` rows.
 
     Raises:
         ValueError: a head size or group without a kernel, or shapes that contradict each other.
@@ -197,6 +209,7 @@ def attend(
         D=d,
         BLOCK=_BLOCK,
         SPLITS=scratch.splits,
+        RING=ring,
         num_warps=4,
         num_stages=2,  # with three, heads of 128 take more shared memory than some devices give a block
         **early_options(out, early),

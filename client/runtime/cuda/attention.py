@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from strataflux.client.errors import MisuseError
+from strataflux.client.runtime.cache import Ring
 from strataflux.client.runtime.models import ModelConfig
 from strataflux.kernels.gpu.attention import HEAD_DIMS, MAX_GROUP, AttentionScratch, attend
 
@@ -46,10 +47,10 @@ class Attention(Protocol):
 
 
 class HalfCache:
-    """Keeps everything in float16."""
+    """Keeps everything that is attended to in float16."""
 
     def __init__(self, config: ModelConfig, context: int, device: torch.device) -> None:
-        """Allocate ``context`` positions.
+        """Allocate ``context`` positions, in layers with a window no more than that.
 
         Raises:
             MisuseError: this model's heads have no kernel.
@@ -59,30 +60,41 @@ class HalfCache:
             found = f"head_dim {config.head_dim}, {group} query heads for a key head"
             expected = f"head_dim of {', '.join(map(str, HEAD_DIMS))} and at most {MAX_GROUP}"
             raise MisuseError("attention on a GPU", found, expected, "use --device cpu")
-        shape = (config.layers, config.kv_heads, context, config.head_dim)
+        shapes = [(config.kv_heads, rows, config.head_dim) for rows in _rows(config, context)]
         splits = min(_MOST_SPLITS, -(-context // _POSITIONS_A_SPLIT))
         self.context = context
-        self._keys = torch.zeros(shape, dtype=torch.float16, device=device)
-        self._values = torch.zeros_like(self._keys)
+        self._keys = [torch.zeros(shape, dtype=torch.float16, device=device) for shape in shapes]
+        self._values = [torch.zeros_like(keys) for keys in self._keys]
+        self._rings = [Ring(rows) for rows in {rows for _, rows, _ in shapes if rows < context}]
         self._scratch = AttentionScratch(config.kv_heads, config.head_dim, splits, device)
 
     @staticmethod
     def bytes_for(config: ModelConfig, context: int) -> int:
         """Device memory of a cache of ``context`` positions."""
-        return 4 * config.layers * config.kv_heads * config.head_dim * context
+        return 4 * config.kv_heads * config.head_dim * sum(_rows(config, context))
 
     def begin_step(self, position: int) -> None:
         """Nothing is due at any position."""
+        for ring in self._rings:
+            ring.wrote(position + 1)
 
     def truncate(self, length: int) -> None:
-        """Nothing to do: what lies behind is overwritten."""
+        """As :class:`Attention`: what lies behind is overwritten, but what has left a window does not come back."""
+        for ring in self._rings:
+            ring.truncate(length)
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, position: Tensor, out: Tensor, *, early: bool
     ) -> None:
         """As :class:`Attention`."""
         past = self._keys[layer], self._values[layer]
-        attend(queries, keys, values, *past, position, out, self._scratch, early=early)
+        ring = past[0].shape[1] < self.context
+        attend(queries, keys, values, *past, position, out, self._scratch, early=early, ring=ring)
 
     def join(self) -> None:
         """Nothing is queued beside."""
+
+
+def _rows(config: ModelConfig, context: int) -> list[int]:
+    """Positions that each layer attends to."""
+    return [min(config.window(layer) or context, context) for layer in range(config.layers)]

@@ -95,10 +95,11 @@ class DeviceDecoder:
         :meth:`pin`. ``kv`` says how keys and values are kept; None keeps them in float16.
 
         Raises:
-            MisuseError: heads without a kernel, a layer with a window shorter than ``context``, or a store without
-                records of channels.
+            MisuseError: heads without a kernel, a layer with a window shorter than ``context`` and a ``kv`` that keeps
+                none, or a store without records of channels.
         """
-        require_all_seen(model.config, context, "--device cuda")
+        if kv is not None:
+            require_all_seen(model.config, context, "--kv")
         # fixed after construction
         self._prepared, self._device, self._budget, self._context = prepared, model.device, budget, context
         self._block = DeviceBlock(model.device)
