@@ -1,6 +1,6 @@
 // Select, look up, request and stamp: one chunk of 1,024 channels by one block; select.py gives the formula.
 //
-// A thread has 1,024 / THREADS neighbouring channels. The floor is found by bisection, barriers that count each time;
+// A thread has 1,024 / THREADS neighbouring channels. The floor is found by bisection, one barrier that counts each time;
 // ranks come from one scan over the block.
 #pragma once
 #include "device.cuh"
@@ -50,16 +50,26 @@ __device__ __forceinline__ int largest_of(const int (&bits)[VALUES], int* each, 
   return __reduce_max_sync(EVERY, lane < WARPS ? each[lane] : -1);
 }
 
-// The largest magnitude that at least `wanted` channels reach, or a lower one that exactly `wanted` reach.
-template <int THREADS, int VALUES>
-__device__ __forceinline__ int floor_of(const int (&bits)[VALUES], int largest, int wanted) {
-  int low = 0, high = largest + 1;
+// The largest magnitude that at least `wanted` channels reach, or a lower one that exactly `wanted` reach. `counts` is
+// for threads that have several channels each: one barrier a count, in turns, so that none is written while it is read.
+template <int WARPS, int VALUES>
+__device__ __forceinline__ int floor_of(const int (&bits)[VALUES], int largest, int wanted, int (*counts)[WARPS],
+                                        int warp, int lane) {
+  int low = 0, high = largest + 1, turn = 0;
   int middle = largest - (3 << 23);  // first an eighth of the largest: what is wanted mostly lies above
   if (middle <= 0) middle = high / 2;
   while (high - low > 1) {
     int reach = 0;
+    if (VALUES == 1) reach = count_others<32 * WARPS>(bits[0] >= middle);
+    else {
 #pragma unroll
-    for (int v = 0; v < VALUES; v++) reach += count_others<THREADS>(bits[v] >= middle);
+      for (int v = 0; v < VALUES; v++) reach += bits[v] >= middle;
+      reach = __reduce_add_sync(EVERY, reach);
+      if (lane == 0) counts[turn][warp] = reach;
+      meet_others<32 * WARPS>();
+      reach = __reduce_add_sync(EVERY, lane < WARPS ? counts[turn][lane] : 0);
+      turn ^= 1;
+    }
     if (reach >= wanted) low = middle;
     if (reach <= wanted) high = reach == wanted ? middle + 1 : middle;
     middle = low + (high - low) / 2;
@@ -143,7 +153,7 @@ __device__ __forceinline__ void request(const Selecting& s, const int (&bits)[VA
 template <int TYPE, int THREADS>
 __device__ __forceinline__ void select_chunk(const Selecting& s, int chunk) {
   constexpr int VALUES = CHUNK / THREADS, WARPS = THREADS / 32;
-  __shared__ int most[WARPS], chosen[WARPS], found[WARPS];
+  __shared__ int most[WARPS], counts[2][WARPS], chosen[WARPS], found[WARPS];
   __shared__ i64 reserved;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, index = chunk * CHUNK + threadIdx.x * VALUES;
   const int wanted = (chunk + 1) * CHUNK >= s.width ? s.last_quota : s.full_quota;
@@ -157,7 +167,7 @@ __device__ __forceinline__ void select_chunk(const Selecting& s, int chunk) {
   const u32 clock = (u32)load_cell(s.block + CLOCK);
 
   const int largest = largest_of<VALUES, WARPS>(bits, most, warp, lane);
-  const int bound = floor_of<THREADS>(bits, largest, wanted);
+  const int bound = floor_of<WARPS>(bits, largest, wanted, counts, warp, lane);
   int above = 0, level = 0;
 #pragma unroll
   for (int v = 0; v < VALUES; v++) above += bits[v] > bound, level += bits[v] == bound;

@@ -111,6 +111,13 @@ static int __reduce_max_sync(unsigned int, int value) {
     return most;
   });
 }
+static int __reduce_add_sync(unsigned int, int value) {
+  return together({{(unsigned int)value}}, [](const Said* all) {
+    int sum = 0;
+    for (int i = 0; i < 32; i++) sum += (int)all[i].words[0];
+    return sum;
+  });
+}
 static unsigned int __ballot_sync(unsigned int, bool value) {
   return together({{(unsigned int)value}}, [](const Said* all) {
     unsigned int said = 0;
