@@ -1,6 +1,6 @@
 // Select, look up, request and stamp: one chunk of 1,024 channels by one block; select.py gives the formula.
 //
-// A thread has 1,024 / THREADS neighbouring channels. The floor is found by bisection, one barrier that counts each time;
+// A thread has 1,024 / THREADS neighbouring channels. The floor is found by bisection, a barrier for each count;
 // ranks come from one scan over the block.
 #pragma once
 #include "device.cuh"
