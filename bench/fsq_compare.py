@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fsq_finetune import HELD_OUT, add_text_options, sequences
+from fsq_finetune import add_text_options, sequences
 from pack_model import join
 
 from strataflux.client.evaluate.compare import cut_windows, join_scores
@@ -43,7 +43,7 @@ from strataflux.client.evaluate.text import python_prose, read_text
 from strataflux.client.prepare.fsq_file import load_codes, weights_digest
 from strataflux.client.prepare.fsq_tune import FsqTuning, TuneSettings, Tuning
 from strataflux.client.prepare.fsq_tune_model import FrozenModel
-from strataflux.client.prepare.fsq_tune_text import Course, hold_out
+from strataflux.client.prepare.fsq_tune_text import Course
 from strataflux.client.prepare.source import ModelSource, open_source
 from strataflux.client.runtime.models import DecoderWeights
 
@@ -142,11 +142,9 @@ class Trainer:
     @classmethod
     def on(cls, bench: Bench) -> "Trainer":
         options, weights = bench.options, bench.making.weights
-        texts = [read_text(path) for path in options.more] + [python_prose()]
-        text = [*bench.rest, *(token for one in texts for token in bench.source.tokenizer().encode(one).ids)]
-        train, held = hold_out(torch.tensor(text, device=weights.embedding.device), HELD_OUT, options.length)
         model = FrozenModel(weights)
-        course = Course(sequences(options, model, train), model.states, weights.config.hidden)
+        made, held = sequences(options, model, bench.source.tokenizer(), bench.rest)
+        course = Course(made, model.states, weights.config.hidden)
         return cls(bench.making, course, held.split(8), options.train_seconds, options.train_batch)
 
     def making(self, name: str) -> Making:

@@ -4,7 +4,7 @@
         --model SmolLM2-135M-Instruct.Q4_1.gguf --text wikitext2-valid.txt --more moby-dick.txt --device cuda
 
 Trains on the part of ``--text`` that is not scored, ``--more``, Python's own prose, and what the model itself writes
-after stretches of these; some of the given text is held out, and what does best there is kept. Each variant tries every
+after stretches of the first; some of that is held out, and what does best there is kept. Each variant tries every
 rate for a short while, if there are several, and trains on with the best. Prints one JSON object a row: conversion,
 trials, and the trained codes; ``--save`` keeps them from minute to minute.
 """
@@ -14,10 +14,12 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fsq_sweep import divergence
@@ -53,18 +55,15 @@ def main() -> None:
     references = [dense_reference(weights, window) for window in windows]
     text = tokens[options.windows * options.window :]
     given = torch.tensor(text[: options.sequences * 512]).view(-1, 512)
-    for more in [*map(read_text, options.more), python_prose()]:
-        text += tokenizer.encode(more).ids
-    train, held = hold_out(torch.tensor(text, device=device), HELD_OUT, options.length)
-    model = FrozenModel(weights)
-    course = Course(sequences(options, model, train), model.states, weights.config.hidden)
+    made, held = sequences(options, FrozenModel(weights), tokenizer, text)
+    course = Course(made, FrozenModel(weights).states, weights.config.hidden)
     trainer = Trainer(options, weights, digest, course, list(held.split(8)))
     limits = options.seconds * len(options.variants) if len(options.seconds) == 1 else options.seconds
     for variant, seconds in zip(options.variants, limits, strict=True):
         ratio, levels, bound = variant.split(":")
-        settings = FsqSettings(code_bytes(weights.config, float(ratio)), int(levels), bound)
-        row = {"variant": variant, "nbytes": settings.nbytes, "train_tokens": len(train)}
-        row |= {"own_tokens": options.own * options.length}
+        settings = FsqSettings(code_bytes(weights.config, float(ratio)), int(levels), bound, options.metric)
+        row: dict[str, object] = {"variant": variant, "nbytes": settings.nbytes, "metric": options.metric}
+        row |= {"sequences": made.shape[0], "own_tokens": options.own * options.length}
         if options.start:
             saved = load_codes(options.start, weights.config, digest).to(device)
             codes, row["seconds_before"] = list(saved.layers), saved.about.tuned_seconds
@@ -87,13 +86,22 @@ def best_rate(trainer: "Trainer", row: dict[str, object], codes: list[FsqLayer])
     return min(tried, key=lambda rate: tried[rate].held_out_loss)
 
 
-def sequences(options: argparse.Namespace, model: FrozenModel, text: torch.Tensor) -> torch.Tensor:
-    """What is trained on [count, length]: the text, each token ``--times``, and the model's own."""
-    began = time.monotonic()
-    own = write_more(model, text, options.own, options.length, options.own_prompt, options.own_batch, options.seed)
-    made = torch.cat((overlapping(text, options.length, options.times), own))
+def sequences(
+    options: argparse.Namespace, model: FrozenModel, tokenizer: Tokenizer, text: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is trained on [count, length]: the text but for what is held out, each token ``--times``, further texts once
+    or ``--more-times``, and what the model itself goes on with after stretches of the former; and what is held out.
+    """
+    began, device = time.monotonic(), model.head.device
+    train, held = hold_out(torch.tensor(text, device=device), HELD_OUT, options.length)
+    parts = [overlapping(train, options.length, options.times)]
+    for more in [*map(read_text, options.more), python_prose()]:
+        tokens = torch.tensor(tokenizer.encode(more).ids, device=device)
+        parts.append(overlapping(tokens, options.length, options.more_times))
+    how = options.own, options.length, options.own_prompt, options.own_batch, options.seed
+    made = torch.cat((*parts, write_more(model, train, *how)))
     print(f"{made.shape[0]} sequences in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-    return made
+    return made, held
 
 
 class Trainer:
@@ -151,7 +159,8 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     """What :func:`sequences` asks for."""
     parser.add_argument("--more", type=Path, nargs="*", default=[], help="further texts to train on")
     parser.add_argument("--length", type=int, default=1024, help="of a sequence to train on")
-    parser.add_argument("--times", type=int, default=2, help="sequences that a token of these texts is in")
+    parser.add_argument("--times", type=int, default=2, help="sequences that a token of --text is in")
+    parser.add_argument("--more-times", type=int, default=1, help="sequences that a token of other texts is in")
     parser.add_argument("--own", type=int, default=0, help="sequences that the model writes")
     parser.add_argument("--own-batch", type=int, default=2048, help="of them at once")
     parser.add_argument("--seed", type=int, default=0, help="of what it writes, and of the order")
@@ -185,6 +194,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--check", type=int, default=20, help="steps between looks at held-out text")
     add_text_options(parser)
     parser.add_argument("--recompute", action="store_true", help="less memory, a quarter more time")
+    parser.add_argument("--metric", default="auto", help="of conversion")
     parser.add_argument("--start", type=Path, help="saved codes to go on with, of the one variant")
     parser.add_argument("--save", type=Path, help="a folder for trained codes")
     return parser.parse_args()

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fsq_finetune import HELD_OUT, add_text_options, sequences
+from fsq_finetune import add_text_options, sequences
 from fsq_sweep import divergence
 from pack_model import join
 
@@ -31,14 +31,14 @@ from strataflux.client.evaluate.dense import dense_reference
 from strataflux.client.evaluate.fsq import FsqTiers, recall_of_tiers
 from strataflux.client.evaluate.methods.fsq import InMemory
 from strataflux.client.evaluate.scoring import Reference
-from strataflux.client.evaluate.text import python_prose, read_text
+from strataflux.client.evaluate.text import read_text
 from strataflux.client.fsq_blocks import BLOCK_TOKENS
 from strataflux.client.prepare.fsq import code_bytes
 from strataflux.client.prepare.fsq_file import FsqAbout, load_codes, save_codes, weights_digest
 from strataflux.client.prepare.fsq_tiers import divide_codes
 from strataflux.client.prepare.fsq_tune import TuneSettings
 from strataflux.client.prepare.fsq_tune_model import FrozenModel
-from strataflux.client.prepare.fsq_tune_text import Course, hold_out
+from strataflux.client.prepare.fsq_tune_text import Course
 from strataflux.client.prepare.fsq_tune_tiers import TierTuning
 from strataflux.client.prepare.source import open_source
 from strataflux.client.runtime.models import DecoderWeights
@@ -92,26 +92,23 @@ def main() -> None:
     measure = Measure(options, weights, references, *(kl[codes.about.nbytes] for codes in (small, large)))
     text = tokens[options.windows * options.window :]
     given = torch.tensor(text[: options.sequences * 512]).view(-1, 512)
-    for more in [*map(read_text, options.more), python_prose()]:
-        text += tokenizer.encode(more).ids
     size = code_bytes(weights.config, options.resident)
     tiers = divide_codes(InMemory(weights), large.layers, given, size, device)
     measure.put("divided", tiers)
-    train, held = hold_out(torch.tensor(text, device=device), HELD_OUT, options.length)
+    made, held = sequences(options, FrozenModel(weights), tokenizer, text)
     about = replace(large.about, resident_nbytes=size)
-    measure.put("trained", trained(options, weights, tiers, train, list(held.split(8)), about))
+    measure.put("trained", trained(options, weights, tiers, made, list(held.split(8)), about))
 
 
 def trained(
     options: argparse.Namespace,
     weights: DecoderWeights,
     tiers: list[FsqTier],
-    text: torch.Tensor,
+    made: torch.Tensor,
     held: list[torch.Tensor],
     about: FsqAbout,
 ) -> list[FsqTier]:
-    model = FrozenModel(weights)
-    course = Course(sequences(options, model, text), model.states, weights.config.hidden)
+    course = Course(made, FrozenModel(weights).states, weights.config.hidden)
     seconds = max(1.0, min(options.seconds, options.deadline - (time.monotonic() - BEGAN)))
     settings = TuneSettings(10**6, options.rate, seconds, recompute=options.recompute, check_every=options.check)
     tuning = TierTuning(weights, tiers, settings, held_out=held)
