@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from strataflux.cache_policy.miss import Wait
 from strataflux.client.prepare.prepared import open_prepared
 from strataflux.client.prepare.settings import PrepareSettings
 from strataflux.client.prepare.write import prepare
@@ -70,3 +72,27 @@ def test_decoding_goes_on_while_the_daemon_is_killed_and_comes_back(start: Start
         assert second.stop(signal.SIGTERM) == 0
         for _ in range(CONTEXT):
             decoding.step()
+
+
+def test_what_somebody_else_had_read_refines_without_a_read(start: Start, tmp_path: Path) -> None:
+    prepared = prepare(tiny_source(), tmp_path / "prepared", PrepareSettings())
+    daemon = start("--store", str(prepared.store))
+    daemon.expect(b"READY=1")
+    weights, wait = DecoderWeights.read(prepared), Wait(60.0)
+    with (
+        RefinedModel.attach(
+            prepared, weights, context=CONTEXT, runtime_dir=daemon.folder, k=1024, miss=wait
+        ) as selecting,
+        RefinedModel.attach(prepared, weights, context=CONTEXT, runtime_dir=daemon.folder, k=8) as few,
+        RefinedModel.attach(
+            prepared, weights, context=CONTEXT, runtime_dir=daemon.folder, k=8, residents=1024
+        ) as using,
+    ):
+        everything = selecting.step(3)
+        torch.testing.assert_close(using.step(3), everything)
+        assert not torch.allclose(few.step(3), everything)
+        stats = using.stats()
+        assert (stats.lookups, stats.hits) == (few.stats().lookups, few.stats().hits)
+        assert stats.lookups + using.residents == selecting.stats().lookups
+        assert stats.steps_invalid == 0
+    assert daemon.stop(signal.SIGTERM) == 0
