@@ -258,11 +258,7 @@ def step(rows: Rows) -> None:
     store = plain.slots_of(config, CONTEXT + 64)
     setups = {
         "1/128": LongSetup(plain, CONTEXT, rounds=3),
-        "1/128, selected before": LongSetup(replace(plain, select_lag=1), CONTEXT, rounds=2, float16=False),
         "1/256": LongSetup(replace(plain, fraction=Fraction(1, 256)), CONTEXT, rounds=2, float16=False),
-        "1/256, selected before": LongSetup(
-            replace(plain, fraction=Fraction(1, 256), select_lag=1), CONTEXT, rounds=2, float16=False
-        ),
         "groups of 16": LongSetup(replace(plain, group_tokens=16), CONTEXT, rounds=2, float16=False),
         **{
             f"{share}% hot": LongSetup(

@@ -28,7 +28,7 @@ from strataflux.client.runtime.models import ModelConfig
 from strataflux.kernels.kv_pack import TILE_TOKENS
 from strataflux.proto.store_format import SectionSpec
 
-__all__ = ["Also", "LongSetup", "bench_long_context"]
+__all__ = ["Also", "LongSetup", "bench_long_context", "fill_cache", "pin_records"]
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ def _time(
     """Measure with this cache, or one in float16; with ``block`` its records are there, too."""
     decoder = make_decoder(model, setup.start + setup.tokens, block, Budget.common(0), attention=cache)
     if cache is not None:
-        _fill(cache, setup.start)
+        fill_cache(cache, setup.start)
     if cache is None or block is None:
         return _rate(decoder, setup) | also(decoder)
-    store = _pinned(cache, block, setup.hot_bytes)
+    store = pin_records(cache, block, setup.hot_bytes)
     try:
         # Attention to random tokens has no favourites: any part of the records stands for a tier with so many hits.
         store.warm()
@@ -131,8 +131,8 @@ def _rate(decoder: GraphDecoder, setup: LongSetup, between: Callable[[], object]
     return {"tokens_per_second": rate, "milliseconds": 1e3 / rate}
 
 
-def _fill(cache: LowBitCache, length: int) -> None:
-    """Random tokens, as if so many had been decoded."""
+def fill_cache(cache: LowBitCache, length: int) -> None:
+    """Let random tokens be in an empty cache, as if ``length`` of them had been decoded: whole tiles."""
     config, device = cache.blocks.config, cache.blocks.keys.codes.device
     for position in range(0, length, TILE_TOKENS):
         shape = (2, config.layers, config.kv_heads, TILE_TOKENS, config.head_dim)
@@ -140,8 +140,13 @@ def _fill(cache: LowBitCache, length: int) -> None:
         cache.extend(position, keys, values)
 
 
-def _pinned(cache: LowBitCache, block: DeviceBlock, hot_bytes: int) -> PinnedStore:
-    """Random records of all blocks, which the cache's look-ups find."""
+def pin_records(cache: LowBitCache, block: DeviceBlock, hot_bytes: int) -> PinnedStore:
+    """Random records of all blocks of a cache, in pinned memory, which its look-ups find; ``hot_bytes`` of device
+    memory are for the most used ones. To be closed.
+
+    Raises:
+        FailureError: there is not so much memory.
+    """
     blocks = cache.blocks
     count = blocks.records_a_block
     sections = [

@@ -34,23 +34,26 @@ from tests.unit.client.runtime.cuda.test_low_bit_cache import (
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
+WIDE = ModelConfig(
+    vocabulary=len(TOKENS),
+    hidden=64,
+    intermediate=128,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=64,
+    context=CONTEXT,
+    rope_theta=10000.0,
+    norm_epsilon=1e-5,
+    tied_head=True,
+)
+"""Heads of a size that has kernels."""
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedModel:
-    config = ModelConfig(
-        vocabulary=len(TOKENS),
-        hidden=64,
-        intermediate=128,
-        layers=2,
-        heads=2,
-        kv_heads=1,
-        head_dim=64,
-        context=CONTEXT,
-        rope_theta=10000.0,
-        norm_epsilon=1e-5,
-        tied_head=True,
-    )
     folder = tmp_path_factory.mktemp("models") / "wide"
-    prepare(TinySource(config), folder, PrepareSettings())
+    prepare(TinySource(WIDE), folder, PrepareSettings())
     return open_prepared(folder)
 
 

@@ -84,9 +84,9 @@ def since(before: HitRate, now: HitRate) -> HitRate:
     return HitRate(now.lookups - before.lookups, now.hits - before.hits)
 
 
-def until_all_hits(decoder: DeviceDecoder, text: Sequence[int]) -> Tensor:
+def until_all_hits(decoder: DeviceDecoder, text: Sequence[int], tries: int = STEPS) -> Tensor:
     """Logits after ``text``, once nothing misses in it: what was put settles beside steps."""
-    for _ in range(STEPS):
+    for _ in range(tries):
         before = decoder.kv_hit_rate()
         decoder.decoder.reset(LENGTH)
         found = torch.stack([decoder.advance(token) for token in text])
