@@ -67,6 +67,16 @@ def main() -> None:
         if (ratio, levels, bound) == (8, 16, "clamp"):
             for other in ({"metric": "output"}, {"sequential": False}):
                 measure(source, weights, given, references, replace(settings, **other), {"ratio": ratio, **other})
+        if levels == 0:
+            for metric in ("balanced", "divergence"):
+                measure(
+                    source,
+                    weights,
+                    given,
+                    references,
+                    replace(settings, metric=metric),
+                    {"ratio": ratio, "metric": metric},
+                )
         if options.tiers and (ratio, levels) == (8, 0):
             measured_tiers(source, weights, given, references, settings)
 
