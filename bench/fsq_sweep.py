@@ -69,14 +69,8 @@ def main() -> None:
                 measure(source, weights, given, references, replace(settings, **other), {"ratio": ratio, **other})
         if levels == 0:
             for metric in ("balanced", "divergence"):
-                measure(
-                    source,
-                    weights,
-                    given,
-                    references,
-                    replace(settings, metric=metric),
-                    {"ratio": ratio, "metric": metric},
-                )
+                named = {"ratio": ratio, "metric": metric}
+                measure(source, weights, given, references, replace(settings, metric=metric), named)
         if options.tiers and (ratio, levels) == (8, 0):
             measured_tiers(source, weights, given, references, settings)
 
