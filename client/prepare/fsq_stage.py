@@ -37,6 +37,8 @@ _PROMPT = 128
 """Tokens of the text, at most a quarter of a sequence, that one of the model's own begins with."""
 _OWN_BYTES = 8 << 30
 """Of keys and values while the model writes."""
+_KEPT_BYTES = 2 << 30
+"""Of what the unconverted model makes of the text, in main memory; on a GPU a quarter of its memory."""
 _TIMES = 2
 """Sequences that a token of the training text is in."""
 _PARTS = ("encoder", "encoder_bias", "decoder", "decoder_bias")
@@ -148,10 +150,14 @@ class FsqStage:
                 told += 1
                 advance()
 
-        course = Course(sequences, tuning.teach, self._source.config.hidden)
+        course = Course(sequences, tuning.teach, self._source.config.hidden, _kept_bytes(self._device))
         tuning.run(course.batches(batch, 0, first=tuning.step), progress)
         for _ in range(told, steps):
             advance()
+
+
+def _kept_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else _KEPT_BYTES
 
 
 def _split(training: FsqTraining, weights: DecoderWeights) -> tuple[Tensor, list[Tensor]]:
