@@ -55,6 +55,17 @@ def test_through_a_daemon_that_has_everything(tiny_gguf: Path, text: Path, daemo
     assert kv["tokens_per_second"] > 0
 
 
+def test_what_the_steps_before_selected(tiny_gguf: Path, text: Path, daemon: FakeDaemon, run: Run) -> None:
+    options = ("--text", text, *OPTIONS, "--kv-select", "before:3")
+    oracle = run("eval", tiny_gguf, "--kv-oracle", *options).json()
+    now = run("eval", tiny_gguf, "--text", text, "--kv-oracle", *OPTIONS).json()
+    assert (oracle["select"], now["select"]) == ("before:3", "step")
+    assert oracle["kv"]["refined_kl"] != now["kv"]["refined_kl"]
+    found = run("eval", tiny_gguf, "--runtime-dir", daemon.path.parent, *options).json()["kv"]
+    assert 0 < found["refined_kl"] < found["base_kl"]
+    assert found["hit_rate"] > 0.95  # what is put in one step is there in one of the next
+
+
 def test_through_a_daemon_that_has_nothing(tiny_gguf: Path, text: Path, daemon: FakeDaemon, run: Run) -> None:
     daemon.cache_puts = False
     options = ("--text", text, "--runtime-dir", daemon.path.parent)
@@ -95,6 +106,8 @@ def test_heads_that_are_no_power_of_two_are_named(tmp_path: Path, tiny_source: A
         (("--kv", "2/2", "--group", "3"), "--group"),
         (("--kv", "2/2", "--fraction", "2"), "--fraction"),
         (("--kv", "2/2", "--fraction", "1/0"), "--fraction"),
+        (("--kv", "2/2", "--kv-select", "after"), "--kv-select"),
+        (("--kv", "2/2", "--kv-select", "before:0"), "kept_steps"),
         (("--kv", "2/2", "--starts", "-5"), "--starts"),
         (("--kv", "2/2", "--context", 5000), "text.txt"),
         (("--kv", "2/2", "--k", 3), "--k"),
