@@ -1,6 +1,7 @@
 """A low-bit KV cache through a real daemon: waiting for records gives what a cache that held everything would give."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,11 @@ def runtime(prepared: PreparedModel) -> Iterator[Path]:
         yield daemon.runtime_dir
 
 
-@pytest.mark.parametrize("miss", [Wait(60.0), Skip()], ids=str)
+@pytest.mark.parametrize(
+    ("miss", "kept_steps"), [(Wait(60.0), 0), (Skip(), 0), (Wait(60.0), 2), (Skip(), 2)], ids=str
+)  # kept_steps other than 0: so many steps before select
 def test_waiting_is_as_good_as_a_cache_that_holds_everything(
-    prepared: PreparedModel, runtime: Path, miss: MissPolicy
+    prepared: PreparedModel, runtime: Path, miss: MissPolicy, kept_steps: int
 ) -> None:
     weights = DecoderWeights.read(prepared)
     tokens = torch.randint(0, 250, (CONTEXT + 1,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -50,15 +53,17 @@ def test_waiting_is_as_good_as_a_cache_that_holds_everything(
     reference = score_exact(weights, prefilled, tokens[PREFILLED:])
     dense = DenseKv(weights, prefilled, OPTIONS.form(prepared.config.head_dim))
     base = score_low_bit(dense, reference, Fraction(0), 4)
-    right = score_low_bit(dense, reference, OPTIONS.fraction, 4)
+    right = score_low_bit(dense, reference, OPTIONS.fraction, 4, kept_steps)
     assert right.kl < 0.9 * base.kl
-    options: Any = {"context": CONTEXT, "runtime_dir": runtime, "k": 0, "miss": miss, "kv": OPTIONS}
+    kv = replace(OPTIONS, select_lag=1, kept_steps=kept_steps) if kept_steps else OPTIONS
+    options: Any = {"context": CONTEXT, "runtime_dir": runtime, "k": 0, "miss": miss, "kv": kv}
     with RefinedModel.attach(prepared, weights, **options) as model:
         model.prefill(tokens[:PREFILLED])
         found = score(model.step, reference)
         stats = model.stats()
     assert (stats.steps_invalid, stats.deadlines_exceeded, stats.puts_dropped) == (0, 0, 0)
     assert stats.kv_lookups > 0
+    assert (stats.kv_prefetches.asked > 0) == (kept_steps > 0)
     assert found.kl < base.kl
     if isinstance(miss, Wait):
         assert found.kl == pytest.approx(right.kl, rel=0.01)
