@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from strataflux.client.recording import describe_tables, session_kind
 from strataflux.client.runtime.fsq_decoder import FsqDecoder
 from strataflux.client.runtime.models import DecoderWeights
 from strataflux.client.session import Session
-from strataflux.client.session_stats import SessionStats
+from strataflux.client.session_model import SessionModel
 from strataflux.kernels.fsq_nested import FsqTier
 from strataflux.kernels.kv_attention import selected_groups
 from strataflux.proto.layout import (
@@ -80,17 +78,18 @@ class TierOptions:
         return KV_WRITE_BUFFERS * block + max(slot_bytes_wanted, CACHE_PAGE_BYTES)
 
 
-class TieredModel:
-    """Decodes one sequence with a :class:`TieredFsqCache`. One thread at a time.
+class TieredModel(SessionModel):
+    """Decodes one sequence with a :class:`TieredFsqCache`. A step without what the daemon holds is coarse but for what
+    is at hand.
 
-    Pairs: :meth:`attach` / :meth:`close`. A step that the daemon had to cut off is run again, coarse but for what is at
-    hand, before its logits are given out.
+    Pairs: :meth:`attach` / :meth:`close`.
     """
 
     def __init__(self, session: Session, decoder: FsqDecoder, cache: TieredFsqCache) -> None:
         """Use :meth:`attach`."""
-        self._session = session
-        self._decoder = decoder
+        super().__init__(session, decoder)
+        # fixed after construction
+        self._codes = decoder
         self.cache = cache
 
     @classmethod
@@ -145,52 +144,7 @@ class TieredModel:
 
     def prefill(self, tokens: Sequence[int], chunk: int = 512) -> Tensor:
         """As :meth:`FsqDecoder.prefill`; attention is to whole codes."""
-        return self._decoder.prefill(tokens, chunk)
+        return self._codes.prefill(tokens, chunk)
 
-    def step(self, token: int) -> Tensor:
-        """Append ``token`` and return the logits [vocabulary] float32 of the next one.
-
-        Raises:
-            ContextFull, IndexError: as :meth:`Decoder.step`. Nothing for the daemon's sake.
-        """
-        self.cache.begin_step()  # before the session's step, which holds slots: it may wait for staging memory
-        with self._session.step() as step:
-            logits = self._decoder.step(token)
-        return logits if step.end() else self._again(token)
-
-    def _again(self, token: int) -> Tensor:
-        self._decoder.reset(self._decoder.position - 1)
-        self.cache.refining = False
-        try:
-            return self._decoder.step(token)
-        finally:
-            self.cache.refining = True
-
-    def reset(self, position: int = 0) -> None:
-        """Forget all tokens from ``position`` on; 0 begins another sequence.
-
-        Raises:
-            MisuseError: as :meth:`TieredFsqCache.truncate`.
-        """
-        self._decoder.reset(position)
-
-    def stats(self) -> SessionStats:
-        """Counts and state of the session."""
-        return self._session.stats()
-
-    def close(self) -> None:
-        """Leave the daemon. Idempotent."""
-        self._session.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except MisuseError:
-            # Ctrl-C between two lines of a step's beginning or end leaves it open, and is what should be told.
-            if error is None:
-                raise
+    def _refine(self, on: bool) -> None:
+        self.cache.refining = on

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +15,6 @@ from torch import Tensor
 from strataflux.cache_policy.miss import MissPolicy, Skip, Wait
 from strataflux.client.ahead import GuessedChannels, ReadAhead
 from strataflux.client.bundles import make_refiner
-from strataflux.client.errors import MisuseError
 from strataflux.client.kv import RefinedKVCache
 from strataflux.client.kv_blocks import KvBlocks
 from strataflux.client.kv_options import KvOptions, blocks_for
@@ -28,6 +25,7 @@ from strataflux.client.runtime.decoder import Decoder, ShiftingRefiner, Unrefine
 from strataflux.client.runtime.models import DecoderWeights, ModelConfig
 from strataflux.client.schemes import Scheme
 from strataflux.client.session import Session
+from strataflux.client.session_model import SessionModel
 from strataflux.client.session_stats import SessionStats
 from strataflux.client.throttle import Throttle
 from strataflux.client.weights import MORE, step_demand
@@ -37,11 +35,10 @@ from strataflux.proto.store_format import open_store
 __all__ = ["RefinedModel", "RefinedSession"]
 
 
-class RefinedModel:
+class RefinedModel(SessionModel):
     """Decodes one sequence, each step refined with what is resident at that moment.
 
-    Pairs: :meth:`attach` or :meth:`RefinedSession.open` / :meth:`close`. A step that the daemon had to cut off (it held
-    slots for too long) is run again without refinement before its logits are given out.
+    Pairs: :meth:`attach` or :meth:`RefinedSession.open` / :meth:`close`.
     """
 
     def __init__(
@@ -57,12 +54,10 @@ class RefinedModel:
     ) -> None:
         """Use :meth:`attach`. ``leave`` is what :meth:`close` does, by default closing the session."""
         # fixed after construction
-        self._session = session
-        self._leave = session.close if leave is None else leave
         self._refiner = refiner
         self._switch = _Switch(refiner)
         self._ahead = ahead
-        self._decoder = Decoder(weights, context, self._switch, kv, shift, ahead)
+        super().__init__(session, Decoder(weights, context, self._switch, kv, shift, ahead), leave)
         self.kv = kv
         """The cache, if it is one in low bits."""
         # changed by step
@@ -134,65 +129,19 @@ class RefinedModel:
         return self._decoder.prefill(tokens)
 
     def step(self, token: int) -> Tensor:
-        """Append ``token`` and return the logits [vocabulary] float32 of the next one.
-
-        Raises:
-            ContextFull, IndexError: as :meth:`Decoder.step`. Nothing for the daemon's sake.
-        """
+        """As :meth:`SessionModel.step`, timed."""
         started = time.perf_counter()
-        self._decoder.cache.begin_step()  # before the session's step, which holds slots: it may encode a tile
-        with self._session.step() as step:
-            logits = self._decoder.step(token)
-        if not step.end():
-            logits = self._again(token)
+        logits = super().step(token)
         if self._ahead is not None:
             self._ahead.end_step()
         self.seconds += time.perf_counter() - started
         self.steps += 1
         return logits
 
-    def reset(self, position: int = 0) -> None:
-        """Forget all tokens from ``position`` on; 0 begins another sequence. What is resident stays so.
-
-        Raises:
-            MisuseError: as :meth:`Decoder.reset`.
-        """
-        self._decoder.reset(position)
-
     @property
     def residents(self) -> int:
         """Channels that refined without having been selected so far, over all sequences of the session."""
         return self._refiner.residents if isinstance(self._refiner, UsesResidents) else 0
-
-    def stats(self) -> SessionStats:
-        """Counts and state of the session."""
-        return self._session.stats()
-
-    def close(self) -> None:
-        """Leave the daemon; a sequence of a :class:`RefinedSession` leaves that. Idempotent."""
-        self._leave()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except MisuseError:
-            # Ctrl-C between two lines of a step's beginning or end leaves it open, and is what should be told.
-            if error is None:
-                raise
-
-    def _again(self, token: int) -> Tensor:
-        # The invalid step's key and value are overwritten; those before it come from valid steps.
-        self._decoder.reset(self._decoder.position - 1)
-        self._refine(False)
-        try:
-            return self._decoder.step(token)
-        finally:
-            self._refine(True)
 
     def _refine(self, on: bool) -> None:
         self._switch.on = on
