@@ -21,6 +21,8 @@ __all__ = ["Parole"]
 
 _LOG: Final = logging.getLogger(__name__)
 _LONGEST_FACTOR: Final = 64
+_TOLD: Final = 8
+"""Records told one by one at a time: a device that is gone would fill the log."""
 
 
 @dataclass
@@ -55,20 +57,24 @@ class Parole:
         self._strikes = {key: strike for key, strike in self._strikes.items() if key[0] != table}
 
     def _review_table(self, table: int, entries: NDArray[np.uint32]) -> int:
-        now, freed = self._clock(), 0
+        now, freed, noted = self._clock(), 0, 0
+        folder = self._tier.stores[table].manifest.folder
         for oid in map(int, np.flatnonzero(entries == layout.ENTRY_QUARANTINED)):
             strike = self._strikes.setdefault((table, oid), _Strike(0, 0.0, False))
             if not strike.marked:
                 seconds = self._first_seconds * min(1 << strike.count, _LONGEST_FACTOR)
                 strike.count, strike.due, strike.marked = strike.count + 1, now + seconds, True
-                folder = self._tier.stores[table].manifest.folder
-                _LOG.warning("record %d of %s is unreadable; it is tried again in %g s", oid, folder, seconds)
+                noted += 1
+                if noted <= _TOLD:
+                    _LOG.warning("record %d of %s is unreadable; it is tried again in %g s", oid, folder, seconds)
             elif now >= strike.due:
                 strike.marked = False
                 # No bytes go with this value; whoever sees the old one misses without asking, as before.
                 entries[oid] = layout.ENTRY_ABSENT
                 self._tier.core.tables[table]["quarantined"] -= 1
                 freed += 1
+        if noted > _TOLD:
+            _LOG.warning("%d more records of %s are unreadable", noted - _TOLD, folder)
         return freed
 
     def _entries(self, table: int) -> NDArray[np.uint32]:

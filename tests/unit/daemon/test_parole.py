@@ -70,3 +70,15 @@ def test_a_new_generation_starts_afresh(rig: Rig) -> None:
     rig.mark(1)
     rig.after(0)
     assert rig.after(10) == 1
+
+
+def test_a_device_that_is_gone_does_not_fill_the_log(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    for oid in range(60):
+        rig.mark(oid)
+    rig.after(0)
+    assert len(caplog.messages) == 9
+    assert "52 more records" in caplog.messages[-1]
+    rig.mark(60)
+    rig.after(0)
+    assert len(caplog.messages) == 10
+    assert "record 60 of" in caplog.messages[-1]
