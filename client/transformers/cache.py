@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from strataflux.client.errors import MisuseError
-from strataflux.client.kv import RefinedKVCache
+from strataflux.client.kv import EarlySource, RefinedKVCache
 from strataflux.client.kv_blocks import KvBlocks
 from strataflux.client.kv_options import blocks_for
 from strataflux.client.runtime.decoder import ContextFull
@@ -46,6 +46,9 @@ class KvPool:
     source: RecordSource | None
     table: int
     wait_seconds: float
+    early: EarlySource | None = None
+    """As of a sequence."""
+    kept_steps: int = 1
 
     def take(self, count: int) -> list[RefinedKVCache]:
         """``count`` empty sequences, which refine nothing until they are told to.
@@ -60,7 +63,7 @@ class KvPool:
             remedy = "attach with more sequences=, drop an earlier cache, or call with use_cache=False"
             raise MisuseError("KV cache", found, expected, remedy)
         taken: list[RefinedKVCache] = []
-        settings = self.context, self.fraction, self.source, self.table, self.wait_seconds
+        settings = self.context, self.fraction, self.source, self.table, self.wait_seconds, self.early, self.kept_steps
         try:
             for _ in range(count):
                 taken.append(RefinedKVCache(self.blocks, *settings))

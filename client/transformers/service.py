@@ -84,4 +84,5 @@ def _pool(session: Session | None, prepared: PreparedModel, context: int, option
     puts = None if session is None else session.kv
     blocks = KvBlocks(prepared.config, kv.form(prepared.config.head_dim), options.sequences * blocks_for(context), puts)
     seconds = options.miss.deadline_seconds if isinstance(options.miss, Wait) else 0.0
-    return KvPool(blocks, context, kv.fraction, session, 0 if puts is None else puts.table, seconds)
+    selection = session if kv.select_lag else None, kv.kept_steps
+    return KvPool(blocks, context, kv.fraction, session, 0 if puts is None else puts.table, seconds, *selection)
