@@ -42,16 +42,22 @@ def grant(execute: Execute, tier: Tier, index: int, count: int) -> _Ranges:
     """Block ids as [first, count] ranges, their disk space reserved. From any thread but the reader's.
 
     Raises:
-        Refusal: it has no KV, or its tenant's quota, its own ids or the disk do not allow as many, or it has ended.
-        OSError: the disk has no room after all, or failed; nothing is kept.
+        Refusal: it has no KV, or its tenant's quota, its own ids or the disk do not allow as many, or it has ended;
+            nothing is kept. OSError: no descriptor is left.
     """
     asked: _Grant = execute(lambda: _Grant(tier, index, count))
     try:
         with asked.space as space:
             space.reserve()
-    except OSError:
+    except OSError as error:  # the disk filled up since it was asked, or fails
         execute(asked.cancel)
-        raise
+        raise Refusal(
+            "quota",
+            str(asked.folder),
+            error.strerror or str(error),
+            f"room for {count} blocks",
+            "free disk space, or set kv.folder to a larger one",
+        ) from error
     ranges: _Ranges = execute(asked.finish)
     return ranges
 
@@ -98,6 +104,7 @@ class _Grant(_OfSession):
         super().__init__(tier, index)
         size = count * int(self._place.row["block_stride"])
         tier.tenants.check_disk(self._row.tenant, tier.granted_bytes(self._row.tenant), size)
+        self.folder = self._place.settings.folder
         self._blocks, self.space = self._place.begin_grant(count, sum(place.promised_bytes for place in tier.places))
 
     def finish(self) -> _Ranges:
