@@ -310,8 +310,9 @@ __device__ __forceinline__ void attend_split(const Given& in, const Fetched& fet
   State<D, SETS> state = {};
 #pragma unroll
   for (int set = 0; set < SETS; set++) state.most[set] = NONE;
-  attend_pieces<D, SETS>(state, in.exact, in.new_keys + (size_t)of_head * D, in.new_values + (size_t)of_head * D, of_head,
-                         position, unit, stride, staged_queries, units, lane);
+  const size_t own = (size_t)of_head * D;
+  attend_pieces<D, SETS>(state, in.exact, in.new_keys + own, in.new_values + own, of_head, position, unit, stride,
+                         staged_queries, units, lane);
   for (; tile < tiles; tile += stride) {
     const bool more = tile + stride < tiles;
     float weights[SETS][4][4];
@@ -345,14 +346,15 @@ kv_attend(const u16* queries, const u16* new_keys, const u16* new_values, const 
           float* sums, float* tile_tops, int kv_heads, int splits, int pieces, int most_tiles) {
   const Given in = {queries, new_keys, new_values, positions, table,
                     {key_codes, key_scale, key_zero, key_other}, {value_codes, value_scale, value_zero, value_other},
-                    {sink_keys, sink_values, tail_keys, tail_values}, {turned, parts, tops, totals, sums, tile_tops, nullptr},
+                    {sink_keys, sink_values, tail_keys, tail_values},
+                    {turned, parts, tops, totals, sums, tile_tops, nullptr},
                     kv_heads, splits, pieces, most_tiles};
   let_next_kernel_start();
   wait_for_previous_kernel();
   attend_split<D, KEY_BITS, VALUE_BITS, 0, 0, HEADS, TOKENS, false>(in, {}, blockIdx.x % splits, blockIdx.x / splits);
 }
 
-// The same, refined, and errands first if there are any. Blocks: KINDS · owners · errands + batch · kv_heads · splits.
+// The same, refined. Blocks: KINDS · owners for errands if there are any, and batch · kv_heads · splits.
 template <int D, int KEY_BITS, int VALUE_BITS, int KEY_FINE, int VALUE_FINE, int HEADS, int GROUP>
 __global__ void __launch_bounds__(32 * WARPS, HEADS > 4 ? 2 : 3)
 kv_attend_refined(const u16* queries, const u16* new_keys, const u16* new_values, const int* positions,
@@ -360,10 +362,12 @@ kv_attend_refined(const u16* queries, const u16* new_keys, const u16* new_values
                   const u8* value_codes, const u16* value_scale, const u16* value_zero, const u16* value_other,
                   const int* table, u16* sink_keys, u16* sink_values, u16* tail_keys, u16* tail_values, float* turned,
                   float* parts, float* tops, float* totals, float* sums, float* tile_tops, int kv_heads, int splits,
-                  int pieces, int most_tiles, float* changes, const u8* rows, const int* numbers, const i64* errand, int owners, int room, int stride) {
+                  int pieces, int most_tiles, float* changes, const u8* rows, const int* numbers,
+                  const i64* errand, int owners, int room, int stride) {
   const Given in = {queries, new_keys, new_values, positions, table,
                     {key_codes, key_scale, key_zero, key_other}, {value_codes, value_scale, value_zero, value_other},
-                    {sink_keys, sink_values, tail_keys, tail_values}, {turned, parts, tops, totals, sums, tile_tops, changes},
+                    {sink_keys, sink_values, tail_keys, tail_values},
+                    {turned, parts, tops, totals, sums, tile_tops, changes},
                     kv_heads, splits, pieces, most_tiles};
   const Fetched fetched = {rows, numbers, room, stride};
   let_next_kernel_start();

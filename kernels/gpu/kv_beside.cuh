@@ -1,9 +1,9 @@
 // What is done for refinement to come by a few blocks of an attention's launch, or of one of their own: errands.
 //
 // A selection takes two launches, each with one block of each KV head: the first makes shares of groups and counts them
-// by their leading bits, the second ranks and lists them. One more block asks for what was listed and fetches records. An
-// errand is a row of 64-bit numbers in device memory; kv_beside.py has the same names for them. Where its first operand
-// is 0 there is nothing to do.
+// by their leading bits, the second ranks and lists them. One more block asks for what was listed and fetches records.
+// Errands are a row of 64-bit numbers in device memory, made by kv_beside.py in this order. Where the first pointer of
+// one is null it is not done.
 #pragma once
 #include "kv_fetch.cuh"
 #include "kv_rank.cuh"
@@ -24,12 +24,14 @@ __device__ __forceinline__ Value* pointer_at(const i64* errand, int cell) { retu
 // Shares of a KV head's groups, and how many have the same leading bits.
 template <int HEADS, int OF_TILE>
 __device__ __forceinline__ void share_groups(const i64* errand, int owner, u32* memory) {
-  const int WARPS = FETCHING / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, DEEP = HEADS > 4 ? 1 : HEADS > 2 ? 2 : 4;
+  const int WARPS = FETCHING / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int DEEP = HEADS > 4 ? 1 : HEADS > 2 ? 2 : 4;  // so that what is under way fits into registers
   const float* sums = pointer_at<const float>(errand, SHARE_SUMS);
   if (!sums) return;
   u32* counted = memory;
   float *most = (float*)(memory + BINS), *total = most + HEADS;
-  const float *tops = pointer_at<const float>(errand, SHARE_TOPS), *totals = pointer_at<const float>(errand, SHARE_TOTALS);
+  const float* tops = pointer_at<const float>(errand, SHARE_TOPS);
+  const float* totals = pointer_at<const float>(errand, SHARE_TOTALS);
   const float* tile_tops = pointer_at<const float>(errand, SHARE_TILE_TOPS);
   const int kv_heads = (int)load_cell(errand + KV_HEADS), splits = (int)load_cell(errand + SPLITS);
   const int pieces = (int)load_cell(errand + PIECES_OF_HEAD), most_tiles = (int)load_cell(errand + MOST_TILES);
@@ -62,7 +64,8 @@ __device__ __forceinline__ void share_groups(const i64* errand, int owner, u32* 
       for (int h = 0; h < HEADS; h++) {
         const size_t head = (size_t)owner * HEADS + h;
         if (first < count) sum[d][h] = load_four(sums + head * groups + first);
-        tile_top[d][h] = first < count ? __int_as_float((int)load_word(tile_tops + head * most_tiles + first / OF_TILE)) : NONE;
+        const float* at = tile_tops + head * most_tiles + first / OF_TILE;
+        tile_top[d][h] = first < count ? __int_as_float((int)load_word(at)) : NONE;
       }
     }
 #pragma unroll

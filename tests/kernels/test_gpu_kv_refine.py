@@ -18,7 +18,7 @@ from strataflux.kernels.gpu.kv_attend import kv_attend
 from strataflux.kernels.gpu.kv_merge import kv_merge
 from strataflux.kernels.gpu.kv_refine import kv_refine
 from strataflux.kernels.gpu.kv_select import kv_select, select_reference
-from strataflux.kernels.gpu.kv_work import KvWork
+from strataflux.kernels.gpu.kv_work import KvWork, Listed
 from strataflux.kernels.gpu.select import score_thresholds
 from strataflux.kernels.gpu.step import begin_step, end_step
 from strataflux.kernels.kv_encode import KvFormat
@@ -75,9 +75,9 @@ def keys_at_or_above(work: KvWork, owner: int, groups: int) -> set[int]:
     return set((keys >= work.floors[owner]).nonzero().flatten().tolist())
 
 
-def listed(work: KvWork, owner: int) -> list[int]:
-    """The groups of a KV head in the fast path's list."""
-    chosen: list[int] = work.listed.groups[owner, : int(work.listed.counts[owner])].tolist()
+def listed(among: Listed, owner: int) -> list[int]:
+    """The groups of a KV head in a list."""
+    chosen: list[int] = among.groups[owner, : int(among.counts[owner])].tolist()
     return chosen
 
 
@@ -88,7 +88,10 @@ def test_the_strongest_groups_are_selected(device: torch.device, path: Way) -> N
     work = KvWork(form, 3, 4, 2, 10, device, splits=2, refiners=3)
     for fraction in (Fraction(1, 128), Fraction(1, 3), Fraction(1)):
         kv_attend(case.queries, case.new_keys, case.new_values, case.positions, case.cache, work, path="triton")
+        own = Listed.empty(6, 640, device)
         kv_select(case.positions, work, fraction, path=path)
+        kv_attend(case.queries, case.new_keys, case.new_values, case.positions, case.cache, work, path="triton")
+        kv_select(case.positions, work, fraction, own, path=path)
         for index, tiles in enumerate((9, 0, 2)):
             groups = tiles * 64
             count = work.selected_groups(fraction, tiles)
@@ -96,8 +99,9 @@ def test_the_strongest_groups_are_selected(device: torch.device, path: Way) -> N
             for head in range(2):
                 found = keys_at_or_above(work, 2 * index + head, groups)
                 assert found == set(select_reference(exactly[head], count).tolist()), (fraction, index, head)
+                assert listed(own, 2 * index + head) == sorted(found)
                 if path == "cuda":
-                    assert listed(work, 2 * index + head) == sorted(found)
+                    assert listed(work.listed, 2 * index + head) == sorted(found)
         assert not work.bins.any()
         assert not work.counts.any()
 
@@ -117,7 +121,7 @@ def test_equal_shares_go_by_lower_number(device: torch.device, path: Way, tiles:
         kv_select(positions, work, Fraction(1, 64), path=path)
         expected = sorted(select_reference(shares, groups // 64).tolist())
         assert sorted(keys_at_or_above(work, 0, groups)) == expected
-        assert path == "triton" or listed(work, 0) == expected
+        assert path == "triton" or listed(work.listed, 0) == expected
 
 
 @pytest.mark.parametrize("missing", [set(), {1, 4}])
