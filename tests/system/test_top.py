@@ -12,6 +12,7 @@ import pytest
 from strataflux.client.cli.main import main
 from strataflux.client.control import Control
 from strataflux.client.watch import look, rates
+from tests.fakes.watch import Watch
 from tests.system.conftest import COUNT, STOP_SECONDS, SmallStore, Start
 from tests.system.test_daemon import attach, read
 from tests.system.test_demo import PROGRAM
@@ -38,6 +39,18 @@ def test_rates_are_the_daemons(start: Start, store: SmallStore, capsys: pytest.C
         said = json.loads(capsys.readouterr().out)
         assert (left.value.code, said["state"], len(said["sessions"])) == (0, "ready", 1)
     see_in_a_terminal(daemon.folder)
+
+
+def test_a_step_that_waits_is_one_step(start: Start, store: SmallStore) -> None:
+    """It lets go of its slots while it waits, and begins again."""
+    daemon = start("--store", store.path)
+    daemon.expect(b"READY=1")
+    with Control(daemon.folder) as control, attach(daemon.folder, store) as session:
+        for seed in range(3):
+            read(session, store, seed)
+        assert session.stats().waits >= 3
+        (row,) = Watch().wait_for(lambda: [one for one in control.sessions() if one.stats.steps >= 3])
+        assert row.stats.steps == 3
 
 
 def see_in_a_terminal(folder: Path) -> None:
