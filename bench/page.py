@@ -3,7 +3,7 @@
     python bench/page.py PREPARED docs/img/page.png
 
 PREPARED is a prepared model (``strataflux prepare``). It decodes Python's own help with a cache of a quarter of its
-records and a KV cache in two bits, for as long as the page's charts are wide.
+records and a KV cache in two bits, and reads ahead, for as long as the page's charts are wide.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def decode(prepared: PreparedModel, runtime_dir: Path, ended: threading.Event) -
     tokens = prepared.tokenizer().encode(python_prose()).ids
     with (
         decoding_threads(),
-        RefinedModel.attach(prepared, weights, context=CONTEXT, runtime_dir=runtime_dir, kv=KV) as model,
+        RefinedModel.attach(prepared, weights, context=CONTEXT, runtime_dir=runtime_dir, kv=KV, ahead=1.0) as model,
     ):
         for first in range(0, len(tokens) - CONTEXT, CONTEXT):
             model.reset()
@@ -54,7 +54,7 @@ def photograph(url: str, out: Path) -> None:
         raise SystemExit(f"none of {', '.join(BROWSERS)} is installed")
     with tempfile.TemporaryDirectory() as profile:
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        command += ["--window-size=1200,1110", "--virtual-time-budget=3000", f"--user-data-dir={profile}"]
+        command += ["--window-size=1200,1220", "--virtual-time-budget=3000", f"--user-data-dir={profile}"]
         subprocess.run([*command, f"--screenshot={out}", url], check=True, capture_output=True)
     if out.stat().st_size > MOST_BYTES:
         raise SystemExit(f"{out}: {out.stat().st_size} bytes; at most {MOST_BYTES} are kept in the repository")
