@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from strataflux.cache_policy.policies import POLICIES, find_policies
 
 STEP = 16384  # requests with one clock value
+CHURN = 4
 
 
-def requests(insert, candidate, touch, remove, admit, requested, s, keys, clock, directory, held):  # type: ignore[no-untyped-def]
+def requests(insert, candidate, touch, remove, admit, requested, s, keys, clock, directory, held, filled):  # type: ignore[no-untyped-def]
     hits = 0
     for at in range(len(keys)):
         key, now = keys[at], clock + at // STEP
@@ -32,35 +33,54 @@ def requests(insert, candidate, touch, remove, admit, requested, s, keys, clock,
             hits += 1
             continue
         requested(s, key, 0, now)
-        slot = candidate(s, 0)
-        if not admit(s, key, 0, 0, now):
-            continue
-        directory[held[slot]] = -1
-        remove(s, slot, True)
+        if filled < len(held):
+            slot = filled
+            filled += 1
+        else:
+            slot = candidate(s, 0)
+            if not admit(s, key, 0, 0, now):
+                continue
+            directory[held[slot]] = -1
+            remove(s, slot, True)
         insert(s, slot, 0, key, now, 0)
         directory[key], held[slot] = slot, key
     return hits
 
 
 def streams(rng: np.random.Generator, slots: int, count: int) -> dict[str, NDArray[np.int64]]:
-    keys = rng.permutation(4 * slots)
-    ranks = np.minimum((4.0 * slots) ** rng.random(count), 4 * slots - 1).astype(np.int64)
-    return {"uniform": rng.integers(0, 2 * slots, count), "zipf": keys[ranks]}
+    n_keys = 4 * slots
+    keys = rng.permutation(n_keys)
+    ranks = np.minimum((4.0 * slots) ** rng.random(count), n_keys - 1).astype(np.int64)
+    # Each rank goes to another key once in CHURN turn-overs, ranks at times of their own.
+    renewals = (np.arange(count) + rng.integers(0, CHURN * slots, n_keys)[ranks]) // (CHURN * slots)
+    return {
+        "uniform": rng.integers(0, 2 * slots, count),
+        "zipf": keys[ranks],
+        "churn": keys[(ranks + renewals * 7919) % n_keys],
+    }
 
 
-def fill(name: str, stream: NDArray[np.int64], slots: int) -> tuple[Any, NDArray[np.int64], NDArray[np.int64]]:
-    """The policy's state after its first ``slots`` distinct keys, its directory and what each slot holds."""
-    policy = POLICIES[name]
-    state = policy.make_state(slots, 1, 4 * slots)
-    directory = np.full(4 * slots, -1, np.int64)
-    _, first = np.unique(stream, return_index=True)
-    distinct = stream[np.sort(first)][:slots]
-    held = np.concatenate([distinct, np.setdiff1d(np.arange(4 * slots), distinct)[: slots - len(distinct)]])
-    for slot, key in enumerate(held.tolist()):
-        policy.requested(state, key, 0, 1)
-        policy.insert(state, slot, 0, key, 1, 0)
-    directory[held] = np.arange(slots)
+def fill(name: str, replay: Any, first: NDArray[np.int64]) -> tuple[Any, NDArray[np.int64], NDArray[np.int64]]:
+    """The policy's state when it has been asked for the keys ``first``, as many as slots, each once; its directory, and
+    what each slot holds.
+    """
+    slots = len(first)
+    state = POLICIES[name].make_state(slots, 1, 4 * slots)
+    directory, held = np.full(4 * slots, -1, np.int64), np.full(slots, -1, np.int64)
+    replay(*calls(name), state, first, 1, directory, held, 0)
     return state, directory, held
+
+
+def calls(name: str) -> tuple[Any, ...]:
+    p = POLICIES[name]
+    return p.insert, p.candidate, p.touch, p.remove, p.admit, p.requested
+
+
+def distinct(stream: NDArray[np.int64], slots: int) -> NDArray[np.int64]:
+    """The first ``slots`` keys of a stream, and others if it has not as many."""
+    _, first = np.unique(stream, return_index=True)
+    asked = stream[np.sort(first)][:slots]
+    return np.concatenate([asked, np.setdiff1d(np.arange(4 * slots), asked)[: slots - len(asked)]])
 
 
 def measure(names: list[str], slots: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
@@ -70,14 +90,14 @@ def measure(names: list[str], slots: int, rounds: int) -> dict[str, dict[str, di
     for kind, stream in streams(np.random.default_rng(0), slots, (rounds + 3) * slots).items():
         best: dict[str, float] = {}
         hits: dict[str, int] = {}
-        caches = {name: fill(name, stream, slots) for name in names}
+        first = distinct(stream, slots)
+        caches = {name: fill(name, replay, first) for name in names}
         for part in range(rounds + 3):
             keys = stream[part * slots : (part + 1) * slots]
             for name, (state, directory, held) in caches.items():
-                p = POLICIES[name]
-                calls = (p.insert, p.candidate, p.touch, p.remove, p.admit, p.requested)
+                clock = slots // STEP + 2 + part * (slots // STEP + 1)
                 start = time.thread_time_ns()
-                hits[name] = replay(*calls, state, keys, 2 + part * (slots // STEP + 1), directory, held)
+                hits[name] = replay(*calls(name), state, keys, clock, directory, held, slots)
                 took = (time.thread_time_ns() - start) / len(keys)
                 if part >= 3:  # two parts to wear the cache in, one that compiles
                     best[name] = min(best.get(name, took), took)

@@ -8,7 +8,10 @@ miss looks at *blocks* of adjacent slots, and the lowest of each block joins the
 (:mod:`pool`), from which the victim is taken after a second look. Blocks are visited in the order of a golden-ratio
 sequence: each about as often as any other, and neighbours in memory not one after the other, because neighbours were
 filled one after the other and would all be found at one age. The more a miss looks at, the sooner is found what has
-fallen; small caches, which a CPU's own cache holds, look at eight blocks, large ones at one, fetched ahead.
+fallen; small caches, which a CPU's own cache holds, look at eight blocks, large ones at a line of one, fetched ahead.
+
+In large caches a use is written down when eight more have come: a CPU that waits for the line of each cannot go on to
+the next request meanwhile. A slot is not named, and does not leave, before its uses that wait are known.
 
 What a request tells a ghost (:mod:`recall`) is written down when it is next needed, so that its line is on the way
 while victims are looked at.
@@ -20,9 +23,7 @@ Each request also offers one sample to the model. Caches too large to learn from
 the tables have some thousand entries, and more samples than ``_LEARNT`` a turn-over of the cache change nothing.
 
 States and invariants: a slot is resident iff its ``cls`` is not -1; ``count`` of a class is the number of its resident
-slots; a block with resident slots of a class is named once in the class's list of blocks (a block without any may be
-named, until it is next looked at), and ``listed`` of the block has the bits of the classes that name it; a slot whose
-``named`` is a class stands in a block that the class names.
+slots, each of which stands in a block that the class names (:mod:`blocks`).
 """
 
 from typing import Any, NamedTuple
@@ -30,8 +31,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from strataflux.cache_policy import duel, pool, recall, reuse
-from strataflux.cache_policy.base import INTACT, LOST_SLOT, NO_SLOT, WRONG_CLASS, WRONG_COUNT, wide
+from strataflux.cache_policy import blocks, duel, pool, recall, reuse
+from strataflux.cache_policy.base import INTACT, NO_SLOT, WRONG_COUNT, wide
 from strataflux.cache_policy.bits import prefetch
 from strataflux.cache_policy.ghosts import WAYS, hash_key
 from strataflux.cache_policy.lists import ABSENT
@@ -49,28 +50,32 @@ __all__ = [
     "tail_clock",
     "touch",
 ]
-_BLOCK = 16
 _LOOKS = 8  # blocks a miss of a small cache looks at
 _LOOKS_TIMES_SLOTS = 1 << 19  # for larger ones: a million slots fill a CPU's own cache, and one block is looked at
+_LARGE = 1 << 19  # slots from which on a look is at a quarter of a block, one line, and uses are written down later
+_PART_BITS = 2
+_WAITS = 8
 _LEARNT = 16384
 _TICKS_A_TURNOVER = 64
 _DUELS_FROM = 32  # ticks: before, too little is known of turns
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 _LINE = 64
 
-# Numbers behind the model's and the ghosts'.
-_DRAWS = recall.NUMBERS  # samples drawn so far
+# Numbers behind the model's, the ghosts' and the blocks'.
+_DRAWS = blocks.NUMBERS  # samples drawn so far
 _CALLS = _DRAWS + 1  # calls that change what is the candidate
-_BLOCKS = _DRAWS + 2
-_FIRST = _DRAWS + 3  # index in the numbers of the first of ``listed``
+_N_CLASSES = _DRAWS + 2
+_RESIDENT = _DRAWS + 3  # slots of all classes
 _PENDING, _PENDING_TIME = _DRAWS + 4, _DRAWS + 5  # the tag whose ghost has yet to learn of its use, or -1; and when
 _LOOKS_A_MISS = _DRAWS + 6
-_RESIDENT = _DRAWS + 7  # slots of all classes
-_DUEL = _DRAWS + 8
+_OFFERED = _DRAWS + 7  # the slot named last
+_LATE, _NEXT_LATE = _DRAWS + 8, _DRAWS + 9  # whether uses are written down later; which of those that wait goes next
+_WAITING = _DRAWS + 10  # their slots, or -1, and behind them their times
+_DUEL = _WAITING + 2 * _WAITS
 _CLASSES = _DUEL + duel.SIZE
 
 # Numbers of a class, from _CLASSES + cls * _CLASS on.
-_COUNT, _NAMED, _CHOSEN, _CHOSEN_VALUE, _LOOKED, _NEXT, _SWEEP, _POOL = range(8)
+_COUNT, _CHOSEN, _CHOSEN_VALUE, _LOOKED, _NEXT, _SWEEP, _POOL = range(7)
 _CLASS = _POOL + pool.SIZE
 
 
@@ -78,25 +83,28 @@ class State(NamedTuple):
     """Slots, ghosts, the model and some counters; see the module for the invariants."""
 
     pasts: NDArray[np.void]  # [slots in whole blocks, then ghosts] of reuse.PAST
-    numbers: NDArray[np.int64]  # the parts named above, then listed[blocks], then a list of blocks for each class
+    numbers: NDArray[np.int64]  # the parts named above, then those of the blocks
 
 
 def make_state(n_slots: int, n_classes: int, n_keys_hint: int) -> State:
     """As :meth:`base.Policy.make_state`, for at most 63 classes; 16 bytes a slot and a ghost."""
-    blocks = -(-n_slots // _BLOCK)
-    sets = recall.sets_for(n_slots, n_keys_hint)
-    raw = np.zeros((blocks * _BLOCK + sets * WAYS) * reuse.PAST.itemsize + _LINE, np.uint8)
+    n_blocks = -(-n_slots // blocks.BLOCK)
+    in_blocks, sets = n_blocks * blocks.BLOCK, recall.sets_for(n_slots, n_keys_hint)
+    raw = np.zeros((in_blocks + sets * WAYS) * reuse.PAST.itemsize + _LINE, np.uint8)
     start = -raw.ctypes.data % _LINE
     pasts = raw[start : start + len(raw) - _LINE].view(reuse.PAST)
-    pasts["cls"][: blocks * _BLOCK] = pasts["named"][: blocks * _BLOCK] = ABSENT
-    own = _CLASSES - reuse.NUMBERS + n_classes * _CLASS + blocks * (1 + n_classes)
+    pasts["cls"][:in_blocks] = pasts["named"][:in_blocks] = ABSENT
     learn_every = 1
     while learn_every * _LEARNT < n_slots:
         learn_every *= 2
+    lists = _CLASSES + n_classes * _CLASS
+    own = lists - reuse.NUMBERS + blocks.size(n_blocks, n_classes)
     numbers = reuse.make_numbers(max(n_slots // _TICKS_A_TURNOVER, 1), learn_every, own)
-    recall.make_recall(numbers, blocks * _BLOCK, sets)
-    numbers[_CALLS], numbers[_BLOCKS], numbers[_FIRST] = 1, blocks, _CLASSES + n_classes * _CLASS
-    numbers[_PENDING] = -1
+    recall.make_recall(numbers, in_blocks, sets)
+    numbers[_LATE] = n_slots >= _LARGE
+    blocks.make_blocks(numbers, lists, n_blocks, _PART_BITS * numbers[_LATE])
+    numbers[_CALLS], numbers[_N_CLASSES] = 1, n_classes
+    numbers[_PENDING] = numbers[_OFFERED] = numbers[_WAITING : _WAITING + _WAITS] = NO_SLOT
     numbers[_LOOKS_A_MISS] = min(max(_LOOKS_TIMES_SLOTS // max(n_slots, 1), 1), _LOOKS)
     duel.make_duel(numbers, _DUEL, n_slots)
     for cls in range(n_classes):
@@ -123,18 +131,41 @@ def requested(s: State, key: int, _score: int, clock: int) -> None:
 @borrowing
 def touch(s: State, slot: int, clock: int, _score: int) -> None:
     """As :meth:`base.Policy.touch`: its past grows; nothing else knows."""
-    past = s.pasts[slot]
+    n = s.numbers
     if reuse.advance(s, clock) and reuse.attend(s, clock):
         _learn_absences(s)
-        reuse.learn_use(s, past)
+        reuse.learn_use(s, s.pasts[slot])
+    if slot == n[_OFFERED]:
+        _pass_over(s, slot)
+    if n[_LATE]:
+        # This line is asked for, and another has arrived meanwhile.
+        prefetch(s.pasts, slot)
+        at = _WAITING + n[_NEXT_LATE]
+        n[_NEXT_LATE] = n[_NEXT_LATE] + 1 & _WAITS - 1
+        earlier, time = n[at], n[at + _WAITS]
+        n[at], n[at + _WAITS] = slot, reuse.now(s)
+        if earlier >= 0:
+            _use(s, earlier, time)
+    else:
+        _use(s, slot, reuse.now(s))
+
+
+@borrowing
+def _use(s: State, slot: int, time: int) -> None:
+    past = s.pasts[slot]
     if duel.sampled(s.numbers, _DUEL, wide(past.tag)):
-        _count(s, past, True, 1, reuse.now(s))
-    reuse.used(s, past, reuse.now(s))
-    c = _CLASSES + wide(past.cls) * _CLASS
-    if s.numbers[c + _CHOSEN] == slot:
-        # A tier that touches what it was named wants another.
-        s.numbers[c + _CHOSEN] = NO_SLOT
-        pool.pass_over(s.numbers, c + _POOL, slot, wide(s.numbers[c + _COUNT]))
+        _count(s, past, True, 1, time)
+    reuse.used(s, past, time)
+
+
+@borrowing
+def _pass_over(s: State, slot: int) -> None:
+    """A tier that touches what it was named wants another."""
+    n, c = s.numbers, _CLASSES + wide(s.pasts[slot].cls) * _CLASS
+    n[_OFFERED] = NO_SLOT
+    if n[c + _CHOSEN] == slot:
+        n[c + _CHOSEN] = NO_SLOT
+        pool.pass_over(n, c + _POOL, slot, wide(n[c + _COUNT]))
 
 
 @borrowing
@@ -155,18 +186,7 @@ def insert(s: State, slot: int, cls: int, key: int, _clock: int, _score: int) ->
     n[_RESIDENT] += 1
     n[_CALLS] += 1
     if past.named != cls:
-        _name_block(s, slot, cls)
-
-
-@borrowing
-def _name_block(s: State, slot: int, cls: int) -> None:
-    """The block of ``slot`` stands in the list of ``cls``; ``slot`` remembers that, to save asking again."""
-    n, c, block, first = s.numbers, _CLASSES + cls * _CLASS, slot // _BLOCK, s.numbers[_FIRST]
-    s.pasts[slot].named = cls
-    if not n[first + block] >> cls & 1:
-        n[first + block] |= 1 << cls
-        n[first + (1 + cls) * n[_BLOCKS] + n[c + _NAMED]] = block
-        n[c + _NAMED] += 1
+        blocks.name(s, slot, cls)
 
 
 @borrowing
@@ -175,12 +195,29 @@ def remove(s: State, slot: int, evicted: bool) -> None:
     past = s.pasts[slot]
     if s.numbers[_PENDING] >= 0:
         _settle(s)
+    if s.numbers[_LATE]:
+        _use_waiting(s, slot)
     s.numbers[_CLASSES + wide(past.cls) * _CLASS + _COUNT] -= 1
     s.numbers[_RESIDENT] -= 1
     past.cls = ABSENT
     if evicted:
         reuse.copy_past(s.pasts[recall.seek(s, wide(past.tag))[0]], past)
     s.numbers[_CALLS] += 1
+
+
+@borrowing
+def _use_waiting(s: State, slot: int) -> None:
+    """Uses of ``slot`` that wait are written down."""
+    waiting = False
+    for at in range(_WAITING, _WAITING + _WAITS):
+        waiting |= s.numbers[at] == slot
+    if not waiting:
+        return
+    for turn in range(_WAITS):
+        at = _WAITING + (s.numbers[_NEXT_LATE] + turn & _WAITS - 1)
+        if s.numbers[at] == slot:
+            _use(s, slot, s.numbers[at + _WAITS])
+            s.numbers[at] = NO_SLOT
 
 
 @borrowing
@@ -194,7 +231,8 @@ def candidate(s: State, cls: int) -> int:
         for _ in range(n[_LOOKS_A_MISS]):
             _look(s, cls)
         _choose(s, cls)
-    return wide(n[c + _CHOSEN]) if n[c + _COUNT] else NO_SLOT
+    n[_OFFERED] = n[c + _CHOSEN] if n[c + _COUNT] else NO_SLOT
+    return n[_OFFERED]  # type: ignore[no-any-return]
 
 
 @borrowing
@@ -225,50 +263,29 @@ def check_integrity(s: State) -> int:
 
     LOST_SLOT: no list names the block of a resident slot; WRONG_CLASS: a slot of no class there is, or a list and
     ``listed`` or ``named`` that deny each other; WRONG_COUNT: a class has another number of slots, or of blocks, than
-    it says.
+    it says, or all have together.
     """
-    n, first = s.numbers, s.numbers[_FIRST]
-    n_classes = (first - _CLASSES) // _CLASS
-    for slot in range(recall.first_ghost(s)):
-        past, listed = s.pasts[slot], n[first + slot // _BLOCK]
-        if past.cls != ABSENT and not 0 <= past.cls < n_classes:
-            return WRONG_CLASS
-        if past.cls != ABSENT and not listed >> wide(past.cls) & 1:
-            return LOST_SLOT
-        if past.named != ABSENT and not listed >> wide(past.named) & 1:
-            return WRONG_CLASS
+    n, n_classes, resident = s.numbers, s.numbers[_N_CLASSES], 0
+    code = blocks.check_blocks(s, n_classes)
     for cls in range(n_classes):
-        code = _check_class(s, cls)
-        if code != INTACT:
-            return code
-    return INTACT
-
-
-@borrowing
-def _check_class(s: State, cls: int) -> int:
-    n, c, first = s.numbers, _CLASSES + cls * _CLASS, s.numbers[_FIRST]
-    named, found, listed = first + (1 + cls) * n[_BLOCKS], 0, 0
-    for at in range(named, named + n[c + _NAMED]):
-        if not n[first + n[at]] >> cls & 1:
-            return WRONG_CLASS
-    for slot in range(recall.first_ghost(s)):
-        found += s.pasts[slot].cls == cls
-    for block in range(n[_BLOCKS]):
-        listed += n[first + block] >> cls & 1
-    return INTACT if (found, listed) == (n[c + _COUNT], n[c + _NAMED]) else WRONG_COUNT
+        count = 0
+        for slot in range(recall.first_ghost(s)):
+            count += s.pasts[slot].cls == cls
+        if code == INTACT and count != n[_CLASSES + cls * _CLASS + _COUNT]:
+            code = WRONG_COUNT
+        resident += count
+    return code if code != INTACT or resident == n[_RESIDENT] else WRONG_COUNT
 
 
 @borrowing
 def _look(s: State, cls: int) -> None:
-    """Look at the next block that holds slots of ``cls``: the lowest of them joins the pool."""
-    n, c, first = s.numbers, _CLASSES + cls * _CLASS, s.numbers[_FIRST]
-    named = first + (1 + cls) * n[_BLOCKS]
+    """Look at the next part of a block that holds slots of ``cls``: the lowest of them joins the pool."""
+    n, c = s.numbers, _CLASSES + cls * _CLASS
     best, lowest = NO_SLOT, 0
     while best < 0:
         resident = False
-        at = named + n[c + _NEXT]
-        block = n[at]
-        for slot in range(block * _BLOCK, block * _BLOCK + _BLOCK):
+        first, size = blocks.part(s, cls, n[c + _NEXT])
+        for slot in range(first, first + size):
             if s.pasts[slot].cls == cls:
                 resident = True
                 if pool.was_passed(n, c + _POOL, slot):
@@ -277,27 +294,14 @@ def _look(s: State, cls: int) -> None:
                 if best < 0 or value < lowest:
                     best, lowest = slot, value
         if not resident:
-            _forget_block(s, cls, at)
+            blocks.forget(s, cls, n[c + _NEXT])
         n[c + _SWEEP] = (n[c + _SWEEP] + _GOLDEN) & 0xFFFFFFFF
-        n[c + _NEXT] = (n[c + _SWEEP] * n[c + _NAMED]) >> 32
-    prefetch(n, named + ((n[c + _SWEEP] + _GOLDEN & 0xFFFFFFFF) * n[c + _NAMED] >> 32))
-    ahead = n[named + n[c + _NEXT]] * _BLOCK
-    for slot in range(ahead, ahead + _BLOCK, WAYS):
+        n[c + _NEXT] = blocks.place(s, cls, n[c + _SWEEP])
+    prefetch(n, blocks.index(s, cls, blocks.place(s, cls, n[c + _SWEEP] + _GOLDEN & 0xFFFFFFFF)))
+    ahead, size = blocks.part(s, cls, n[c + _NEXT])
+    for slot in range(ahead, ahead + size, WAYS):
         prefetch(s.pasts, slot)
     pool.offer(n, c + _POOL, best, lowest)
-
-
-@borrowing
-def _forget_block(s: State, cls: int, at: int) -> None:
-    """The block named at index ``at`` of the numbers holds no slot of ``cls`` any more."""
-    n, c, first = s.numbers, _CLASSES + cls * _CLASS, s.numbers[_FIRST]
-    block = n[at]
-    n[c + _NAMED] -= 1
-    n[at] = n[first + (1 + cls) * n[_BLOCKS] + n[c + _NAMED]]
-    n[first + block] ^= 1 << cls
-    for slot in range(block * _BLOCK, block * _BLOCK + _BLOCK):
-        if s.pasts[slot].named == cls:
-            s.pasts[slot].named = ABSENT
 
 
 @borrowing
@@ -313,9 +317,12 @@ def _choose(s: State, cls: int) -> None:
         elif s.pasts[slot].cls != cls:
             pool.drop_lowest(n, at)
         else:
+            if n[_LATE]:
+                _use_waiting(s, slot)
             value = _worth(s, s.pasts[slot])
             if value <= pool.second_value(n, at):
                 break
+            pool.drop_lowest(n, at)
             pool.offer(n, at, slot, value)
     n[c + _CHOSEN], n[c + _CHOSEN_VALUE] = slot, value
     prefetch(s.pasts, recall.first_way(s, wide(s.pasts[slot].tag)))
@@ -366,5 +373,5 @@ def _count(s: State, past: Any, known: bool, hit: int, time: int) -> None:
     if duel.asked(n, _DUEL, time, age, hit, n[_RESIDENT], moves, counts):
         # What was found to be lowest was so by the other measure.
         n[_CALLS] += 1
-        for c in range(_CLASSES, n[_FIRST], _CLASS):
+        for c in range(_CLASSES, _CLASSES + n[_N_CLASSES] * _CLASS, _CLASS):
             n[c + _POOL] = 0

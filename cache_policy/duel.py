@@ -96,7 +96,7 @@ def _pass_time(numbers: Any, at: int, newest: int) -> None:
             n[at + _KEPT] -= n[first + each % _BINS]
             n[at + _BOUNDARY] += 1
         n[first + each % _BINS] = 0
-    n[at + _NEWEST] = newest
+    n[at + _NEWEST] = max(n[at + _NEWEST], newest)  # a use may be told late
 
 
 @borrowing

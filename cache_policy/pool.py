@@ -48,19 +48,19 @@ def drop_lowest(numbers: Any, at: int) -> None:
 
 @borrowing
 def offer(numbers: Any, at: int, slot: int, value: int) -> None:
-    """Put ``slot`` at its place, once; if the pool is full of lower ones, leave it out."""
+    """Put ``slot`` at its place, once; if the pool is full of lower ones, all stays as it is."""
     entry = value << 32 | slot
     end = at + 1 + numbers[at]
+    if numbers[at] == _ENTRIES and numbers[end - 1] <= entry:
+        return
     hole = at + 1
     while hole < end and numbers[hole] & _SLOT != slot:
         hole += 1
     if hole == end:
         if numbers[at] < _ENTRIES:
             numbers[at] += 1
-        elif numbers[end - 1] > entry:
-            hole -= 1
         else:
-            return
+            hole -= 1
     end = at + 1 + numbers[at]
     while hole + 1 < end and numbers[hole + 1] < entry:
         numbers[hole] = numbers[hole + 1]

@@ -17,7 +17,8 @@ from strataflux.proto.compiled import borrowing
 __all__ = ["NUMBERS", "find", "first_ghost", "first_way", "found", "make_recall", "seek", "sets", "sets_for"]
 
 _GHOSTS_PER_SLOT = 16
-_GHOSTS, _SETS_MASK = reuse.NUMBERS, reuse.NUMBERS + 1  # index of the first ghost; sets of them - 1
+_ENOUGH, _LEAST_PER_SLOT = 1 << 20, 2  # no more than so many, unless there are fewer than so many a slot
+_FIRST, _SETS_MASK = reuse.NUMBERS, reuse.NUMBERS + 1  # index of the first ghost; sets of them - 1
 _TAG, _FOUND = reuse.NUMBERS + 2, reuse.NUMBERS + 3  # of the key asked for last: its tag and ghost
 NUMBERS = reuse.NUMBERS + 4
 """How many numbers are the model's and the ghosts'; a policy's own follow."""
@@ -25,21 +26,21 @@ NUMBERS = reuse.NUMBERS + 4
 
 def sets_for(n_slots: int, n_keys: int) -> int:
     """How many lines of ghosts a cache of ``n_slots`` keeps, where about ``n_keys`` will be asked for: 2**k."""
-    count = 1
-    while count * WAYS < max(n_slots, min(n_keys, _GHOSTS_PER_SLOT * n_slots)):
+    count, most = 1, min(_GHOSTS_PER_SLOT * n_slots, max(_ENOUGH, _LEAST_PER_SLOT * n_slots))
+    while count * WAYS < max(n_slots, min(n_keys, most)):
         count *= 2
     return count
 
 
 def make_recall(numbers: Any, first: int, count: int) -> None:
     """No ghost is known of ``count`` lines from index ``first`` of the pasts on."""
-    numbers[_GHOSTS], numbers[_SETS_MASK], numbers[_TAG] = first, count - 1, -1
+    numbers[_FIRST], numbers[_SETS_MASK], numbers[_TAG] = first, count - 1, -1
 
 
 @borrowing
 def first_ghost(s: Any) -> int:
     """Index of the first ghost, behind the slots."""
-    return s.numbers[_GHOSTS]  # type: ignore[no-any-return]
+    return s.numbers[_FIRST]  # type: ignore[no-any-return]
 
 
 @borrowing
@@ -51,7 +52,7 @@ def sets(s: Any) -> int:
 @borrowing
 def first_way(s: Any, tag: int) -> int:
     """Index of the first ghost of the line in which ``tag`` may stand."""
-    return s.numbers[_GHOSTS] + (tag & s.numbers[_SETS_MASK]) * WAYS  # type: ignore[no-any-return]
+    return s.numbers[_FIRST] + (tag & s.numbers[_SETS_MASK]) * WAYS  # type: ignore[no-any-return]
 
 
 @borrowing

@@ -46,6 +46,53 @@ def test_the_only_slot_of_a_class_is_named_however_often_it_is_touched() -> None
         blend.touch(s, 9, 1, 0)
 
 
+def large() -> blend.State:
+    """A cache so large that uses are written down late; 64 of its slots are taken."""
+    s = blend.make_state(1 << 19, 1, 200)
+    for key in range(SLOTS):
+        blend.requested(s, key, 0, 1)
+        blend.insert(s, key, 0, key, 1, 0)
+    return s
+
+
+def test_large_caches_write_a_use_down_when_eight_more_have_come() -> None:
+    s = large()
+    for at in range(9):
+        before = s.pasts[:SLOTS].copy()
+        blend.touch(s, at, 2, 0)
+        assert np.flatnonzero(s.pasts[:SLOTS] != before).tolist() == ([0] if at == 8 else [])
+
+
+def test_a_slot_that_leaves_a_large_cache_takes_uses_along_that_were_not_written_down() -> None:
+    small, late = full(), large()
+    for s in (small, late):
+        for clock in range(2, 6):
+            blend.touch(s, 5, clock, 0)
+        blend.remove(s, 5, True)
+        blend.requested(s, 5, 0, 6)
+        blend.insert(s, 5, 0, 5, 6, 0)
+    uses = int(small.pasts[5]["uses"])
+    assert uses.bit_count() > 3
+    assert late.pasts[5]["uses"] == uses
+    for at in range(8):  # and nothing is left of them
+        blend.touch(late, 20 + at, 6, 0)
+    assert late.pasts[5]["uses"] == uses
+
+
+def test_a_slot_of_a_large_cache_is_not_named_for_a_use_that_was_not_written_down() -> None:
+    s = large()
+    for clock in range(2, 8):
+        for at in range(SLOTS):
+            if at != 40 and (at != 63 or clock < 4):
+                blend.touch(s, at, clock, 0)
+    for oldest in (40, 63):
+        for key in range(40):  # four slots are looked at for each
+            blend.requested(s, 300 + key, 0, 8)
+            named = blend.candidate(s, 0)
+        assert named == oldest
+        blend.touch(s, oldest, 9, 0)
+
+
 def test_an_evicted_key_comes_back_with_its_past() -> None:
     s = full()
     for clock in range(2, 8):

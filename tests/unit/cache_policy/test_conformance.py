@@ -16,6 +16,8 @@ SLOTS, CLASSES, KEYS = 24, 3, 80
 
 # (name, arguments of make_state) of every policy, small enough for ghosts and levels to overflow.
 CASES = [(name, (SLOTS, CLASSES, hint)) for name in policies.POLICIES for hint in (KEYS, 0)]
+# What large caches do differently, with the few slots that are used of one.
+CASES.append(("blend", (1 << 19, CLASSES, KEYS)))
 
 
 class Tier:
@@ -62,7 +64,7 @@ class Tier:
         assert self.policy.check_integrity(self.state) == base.INTACT
 
 
-@pytest.fixture(params=CASES, ids=[f"{name}-{arguments[2]}" for name, arguments in CASES])
+@pytest.fixture(params=CASES, ids=[f"{name}-{a[0]}-{a[2]}" for name, a in CASES])
 def tier(request: pytest.FixtureRequest) -> Tier:
     name, arguments = request.param
     return Tier(policies.POLICIES[name], arguments)

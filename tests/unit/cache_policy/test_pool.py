@@ -22,10 +22,9 @@ def test_a_pool_holds_each_slot_once_and_the_lowest_first(steps: list[tuple[str,
     for what, slot, value in steps:
         order = sorted(model, key=lambda s: (model[s], s))
         if what == "offer":
-            if slot in model or len(model) < ENTRIES:
-                model[slot] = value
-            elif (value, slot) < (model[order[-1]], order[-1]):
-                del model[order[-1]]
+            if len(model) < ENTRIES or (value, slot) < (model[order[-1]], order[-1]):
+                if slot not in model and len(model) == ENTRIES:
+                    del model[order[-1]]
                 model[slot] = value
             pool.offer(numbers, at, slot, value)
         elif what == "drop" and model:
