@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strataflux.cache_policy.miss import MissPolicy
 from strataflux.client.cli.eval_kv import KvCommand, run_eval_kv
 from strataflux.client.cli.eval_method import MethodCommand, is_method, run_eval_method
 from strataflux.client.cli.eval_tasks import (
@@ -46,6 +45,8 @@ from strataflux.client.cli.options import (
 )
 from strataflux.client.cli.output import Output, progress
 from strataflux.client.cli.read_ahead import (
+    AboutMisses,
+    LagOption,
     ReadAheadOption,
     ResidentsOption,
     spoken_prefetches,
@@ -62,8 +63,8 @@ __all__ = ["register"]
 
 _Given = dict[str, object]
 """Options by name, as they were given."""
-_Asked = tuple[int | None, MissPolicy, float, int]
-"""Channels per 1,024, what to do about misses, blocks of reading ahead, and residents."""
+_Asked = tuple[int | None, AboutMisses]
+"""Channels per 1,024, and what is done about misses."""
 
 _DEFAULT_CACHE = "25%"
 _KV_CACHE = "10%"
@@ -104,6 +105,7 @@ def _command(
     miss: MissOption = "skip",
     read_ahead: ReadAheadOption = 0.0,
     residents: ResidentsOption = 0,
+    lag: LagOption = None,
     weight_cache: WeightCacheOption = None,
     kv: KvOption = None,
     refine_kv: RefineKvOption = "4/4",
@@ -138,8 +140,7 @@ def _command(
     resident in part, and the rest refines what is attended to most.
     """
     output = Output(as_json)
-    unfit: _Given = {"--tokens": tokens, "--k": k, "--dense": dense, "--weight-cache": weight_cache}
-    unfit["--residents"] = residents or None
+    unfit = _of_weights(tokens, k, dense, weight_cache, (residents, lag))
     if kv is not None and is_method(kv):
         fitted = (text, reference, calibration, calibration_tokens)
         asked = MethodCommand(folder, kv, *fitted, context or _METHOD_CONTEXT, windows, sequential, device)
@@ -152,8 +153,16 @@ def _command(
         rest = (parse_starts(starts), parse_miss(miss), kv_oracle, kv_cache or _KV_CACHE, runtime_dir, read_ahead)
         _low_bit_kv(output, KvCommand(folder, text, options, context or _KV_CONTEXT, windows, *rest), kv_cache)
     else:
-        how, scored = (k, parse_miss(miss), read_ahead, residents), (text, tokens, windows, device if dense else None)
-        _weights(output, _Model.open(folder, reference), scored, how, (weight_cache, runtime_dir))
+        how, on = (k, AboutMisses(parse_miss(miss), read_ahead, residents, lag)), device if dense else None
+        _weights(output, _Model.open(folder, reference), (text, tokens, windows, on), how, (weight_cache, runtime_dir))
+
+
+def _of_weights(
+    tokens: int | None, k: int | None, dense: bool, weight_cache: str | None, late: tuple[int, float | None]
+) -> _Given:
+    """Options that only a run of refined weights has."""
+    given: _Given = {"--tokens": tokens, "--k": k, "--dense": dense, "--weight-cache": weight_cache}
+    return given | {"--residents": late[0] or None, "--lag": late[1]}
 
 
 def _by_method(
@@ -196,8 +205,8 @@ def _weights(
     if dense_device is None:
         _refined(output, model, (text, tokens or _TOKENS, windows), asked, *through)
     else:
-        k, *_, residents = asked
-        _refuse_together("--dense", {"--residents": residents or None})
+        k, misses = asked
+        _refuse_together("--dense", {"--residents": misses.residents or None, "--lag": misses.lag})
         _dense(output, model, (text, tokens or _DENSE_TOKENS, windows), k, dense_device)
 
 
@@ -211,21 +220,15 @@ def _refined(
 ) -> None:
     if runtime_dir is not None:
         _refuse_together("--runtime-dir", {"--weight-cache": weight_cache})
-    (k, policy, ahead, residents), manifest, cache_bytes = (
-        asked,
-        model.prepared.manifest,
-        model.cache_bytes(weight_cache),
-    )
+    (k, misses), manifest, cache_bytes = asked, model.prepared.manifest, model.cache_bytes(weight_cache)
+    shift = misses.shift(manifest.shift)
     found = _through_daemon(model, _windows(model.prepared, *scored), asked, cache_bytes, runtime_dir)
-    settings = {"tokens": scored[1], "windows": scored[2], **refined_by(manifest, k), "miss": str(policy)}
-    settings |= {
-        "residents": residents,
-        "read_ahead": ahead,
-        "prefetches": found.session.weight_prefetches.to_json(),
-    }
-    if ahead:
+    settings = {"tokens": scored[1], "windows": scored[2], **refined_by(manifest, k), "miss": str(misses.policy)}
+    settings |= {"read_ahead": misses.ahead, "prefetches": found.session.weight_prefetches.to_json()}
+    settings |= {"residents": misses.residents, "shift": shift}
+    if misses.ahead:
         output.print(spoken_prefetches(found.session.weight_prefetches))
-    if residents:
+    if misses.residents:
         output.print(spoken_residents(found.refined.weight_resident_rate))
     _show(output, found, settings, spoken_refinement(manifest, k))
 
@@ -274,17 +277,18 @@ def _through_daemon(
             with progress("starting a daemon (its first start compiles)"):
                 runtime_dir = stack.enter_context(daemon).runtime_dir
         with progress("scoring tokens", sum(len(window) - 1 for window in windows)) as advance:
-            k, miss, ahead, residents = asked
+            k, misses = asked
             return evaluate(
                 prepared,
                 exact,
                 windows,
                 runtime_dir,
                 k=k,
-                miss=miss,
+                miss=misses.policy,
                 on_token=advance,
-                ahead=ahead,
-                residents=residents,
+                ahead=misses.ahead,
+                shift=misses.shift(prepared.manifest.shift),
+                residents=misses.residents,
             )
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strataflux.cache_policy.miss import Skip
 from strataflux.client.cli.kv_options import (
     FractionOption,
     GroupOption,
@@ -28,7 +27,7 @@ from strataflux.client.cli.options import (
     refined_by,
 )
 from strataflux.client.cli.output import Output, print_note, progress
-from strataflux.client.cli.read_ahead import ReadAheadOption, ResidentsOption
+from strataflux.client.cli.read_ahead import AboutMisses, LagOption, ReadAheadOption, ResidentsOption
 from strataflux.client.errors import DaemonUnavailableError, MisuseError, RefusedError
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-    from strataflux.cache_policy.miss import MissPolicy
     from strataflux.client.kv import RefinedKVCache
     from strataflux.client.kv_options import KvOptions
     from strataflux.client.prepare.prepared import PreparedModel
@@ -59,6 +57,7 @@ def _command(
     miss: MissOption = "skip",
     read_ahead: ReadAheadOption = 0.0,
     residents: ResidentsOption = 0,
+    lag: LagOption = None,
     runtime_dir: RuntimeDirOption = None,
     require_daemon: Annotated[
         bool, typer.Option("--require-daemon", help="Fail when no daemon serves this model, not go on unrefined.")
@@ -88,26 +87,28 @@ def _command(
     if platform not in ("unified", "dedicated"):
         raise MisuseError("--platform", repr(platform), "unified or dedicated", "choose one")
     output = Output(as_json)
-    sampling, policy = Sampling(temperature, top_p, seed), parse_miss(miss)
+    sampling = Sampling(temperature, top_p, seed)
+    misses = AboutMisses(parse_miss(miss), read_ahead, residents, lag)
     cache = None if kv is None else parse_kv(kv, refine_kv, group, fraction, prenormalize, kv_select)
     prepared = open_prepared(folder)
     text = _Text(prepared.tokenizer(), prompt, max_tokens, prepared.config.context, as_json)
     if device == "cuda":
-        _require_captured(miss, policy, read_ahead, residents)
+        _require_captured(misses)
         said = _on_cuda(prepared, text, sampling, k, platform, runtime_dir, require_daemon, cache, hot_tier)
     else:
-        said = _on_cpu(prepared, text, sampling, k, (policy, read_ahead, residents), runtime_dir, require_daemon, cache)
+        said = _on_cpu(prepared, text, sampling, k, misses, runtime_dir, require_daemon, cache)
     output.result(said | refined_by(prepared.manifest, k))
 
 
-def _require_captured(miss: str, policy: "MissPolicy", read_ahead: float, residents: int) -> None:
+def _require_captured(misses: AboutMisses) -> None:
     """Refuse what a captured step does not do."""
-    for option, found, only, refused, why in (
-        ("--miss", miss, "skip", not isinstance(policy, Skip), "a captured step waits for nothing"),
-        ("--read-ahead", f"{read_ahead:g}", "0", bool(read_ahead), "captured steps ask by misses"),
-        ("--residents", f"{residents}", "0", bool(residents), "captured steps refine by what they select"),
+    for option, found, only, why in (
+        ("--miss", str(misses.policy), "skip", "a captured step waits for nothing"),
+        ("--read-ahead", f"{misses.ahead:g}", "0", "captured steps ask by misses"),
+        ("--residents", f"{misses.residents}", "0", "captured steps refine by what they select"),
+        ("--lag", f"{misses.lag or 0:g}", "0", "captured steps that may miss add what is there at once"),
     ):
-        if refused:
+        if found != only:
             raise MisuseError(option, found, only, f"{why}; use --device cpu")
 
 
@@ -156,7 +157,7 @@ def _on_cpu(
     text: _Text,
     sampling: "Sampling",
     k: int | None,
-    policy: "tuple[MissPolicy, float, int]",
+    misses: AboutMisses,
     runtime_dir: "Path | None",
     required: bool,
     kv: "KvOptions | None",
@@ -169,7 +170,7 @@ def _on_cpu(
     with progress("reading the model"):
         weights = DecoderWeights.read(prepared)
     with decoding_threads(), ExitStack() as stack:
-        model = _attach(prepared, weights, text.context, runtime_dir, k, policy, required, kv)
+        model = _attach(prepared, weights, text.context, runtime_dir, k, misses, required, kv)
         if model is None:
             cache = None if kv is None else _unrefined_cache(weights, text.context, kv)
             advance = Decoder(weights, text.context, cache=cache).step
@@ -201,13 +202,12 @@ def _attach(
     context: int,
     runtime_dir: "Path | None",
     k: int | None,
-    policy: "tuple[MissPolicy, float, int]",
+    misses: AboutMisses,
     required: bool,
     kv: "KvOptions | None",
 ) -> "RefinedModel | None":
     from strataflux.client.refined import RefinedModel
 
-    miss, ahead, residents = policy
     try:
         return RefinedModel.attach(
             prepared,
@@ -215,10 +215,11 @@ def _attach(
             context=context,
             runtime_dir=runtime_dir,
             k=k,
-            miss=miss,
+            shift=misses.shift(prepared.manifest.shift),
+            miss=misses.policy,
             kv=kv,
-            ahead=ahead,
-            residents=residents,
+            ahead=misses.ahead,
+            residents=misses.residents,
         )
     except (DaemonUnavailableError, RefusedError) as error:
         if required:

@@ -1,13 +1,16 @@
 """The options about misses of weights beside ``--miss``: running ahead of them, and using what is there."""
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
+
+from strataflux.cache_policy.miss import MissPolicy
 
 if TYPE_CHECKING:
     from strataflux.client.prefetches import PrefetchCounts
 
-__all__ = ["ReadAheadOption", "ResidentsOption", "spoken_prefetches", "spoken_residents"]
+__all__ = ["AboutMisses", "LagOption", "ReadAheadOption", "ResidentsOption", "spoken_prefetches", "spoken_residents"]
 
 ReadAheadOption = Annotated[
     float,
@@ -25,6 +28,35 @@ ResidentsOption = Annotated[
         help="Channels per 1,024 beyond --k, the next largest, that refine, too, where they are in the cache anyway.",
     ),
 ]
+LagOption = Annotated[
+    float | None,
+    typer.Option(
+        "--lag",
+        help="Blocks by which what refines o and down is added later, so that records come: 0, 0.5, 1, 1.5 or 2.",
+        show_default="the prepared model's",
+    ),
+]
+
+
+class AboutMisses(NamedTuple):
+    """What is done about records that are absent."""
+
+    policy: MissPolicy
+    ahead: float
+    residents: int
+    lag: float | None
+
+    def shift(self, kept: Mapping[str, float]) -> Mapping[str, float]:
+        """Shifts of the projection sets: those that a prepared model has ``kept``, but for a lag that was asked for.
+
+        Raises:
+            MisuseError: there is no such lag.
+        """
+        from strataflux.client.runtime.shifted import check_shift
+
+        shift = kept if self.lag is None else {**kept, "o": self.lag, "down": self.lag}
+        check_shift(shift)
+        return shift
 
 
 def spoken_prefetches(counts: "PrefetchCounts") -> str:

@@ -23,7 +23,7 @@ from strataflux.client.cli.options import (
     parse_miss,
 )
 from strataflux.client.cli.output import Output, print_note, progress
-from strataflux.client.cli.read_ahead import ReadAheadOption, ResidentsOption
+from strataflux.client.cli.read_ahead import LagOption, ReadAheadOption, ResidentsOption
 from strataflux.client.errors import InputError, MisuseError
 from strataflux.proto.extras import install_command
 
@@ -79,6 +79,7 @@ def _command(
     miss: MissOption = "skip",
     read_ahead: ReadAheadOption = 0.0,
     residents: ResidentsOption = 0,
+    lag: LagOption = None,
     kv: KvOption = None,
     refine_kv: RefineKvOption = "4/4",
     group: GroupOption = 4,
@@ -104,7 +105,7 @@ def _command(
     prepared = open_prepared(folder)
     positions = _positions(prepared, context)
     model_options = ModelOptions(
-        positions, sequences, runtime_dir, k, policy, options, require_daemon, read_ahead, residents
+        positions, sequences, runtime_dir, k, policy, options, require_daemon, read_ahead, residents, lag
     )
     settings = _Settings(host, port, key, name or folder.resolve().name, queue, refine_prompt)
     _serve(Output(as_json), prepared, settings, model_options, _renderer(prepared, chat_template))

@@ -78,6 +78,8 @@ class ModelOptions:
     require_daemon: bool
     ahead: float = 0.0
     residents: int = 0
+    lag: float | None = None
+    """Blocks by which what refines ``o`` and ``down`` is added later; None takes the prepared model's."""
 
 
 class ServedModel:
@@ -142,7 +144,7 @@ class ServedModel:
             self._session.close()
 
     def _attach(self) -> None:
-        o = self._options
+        o, kept = self._options, self._prepared.manifest.shift
         self._again_at = self._clock() + _PAUSE_SECONDS
         try:
             self._session = RefinedSession.attach(
@@ -152,6 +154,7 @@ class ServedModel:
                 sequences=o.sequences,
                 runtime_dir=o.runtime_dir,
                 k=o.k,
+                shift=kept if o.lag is None else {**kept, "o": o.lag, "down": o.lag},
                 miss=o.miss,
                 kv=o.kv,
                 ahead=o.ahead,

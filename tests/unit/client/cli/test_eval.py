@@ -88,6 +88,23 @@ def test_what_tuning_kept_is_what_is_scored_and_told(
     assert still["refined"]["ppl"] != shifted["refined"]["ppl"]
 
 
+def test_all_that_is_there_refines_if_asked_to(
+    tiny_prepared: PreparedModel, daemon: FakeDaemon, text: Path, run: Run
+) -> None:
+    daemon.publish(0, *range(daemon.manifests[0].record_count))
+    options = ("--text", text, "--tokens", 20, "--runtime-dir", daemon.path.parent)
+    everything = run("eval", tiny_prepared.folder, *options, "--k", 1024, "--json").json()
+    joined = ("--k", 8, "--residents", 1016, "--read-ahead", 1)
+    found = run("eval", tiny_prepared.folder, *options, *joined, "--json").json()
+    assert found["refined"]["ppl"] == pytest.approx(everything["refined"]["ppl"], rel=1e-4)
+    assert found["residents"] == 1016
+    assert found["refined"]["weight_resident_rate"] > 100
+    assert "channels that were there anyway" in run("eval", tiny_prepared.folder, *options, *joined).out
+    late = run("eval", tiny_prepared.folder, *options, *joined, "--lag", 0.5, "--json").json()
+    assert late["shift"] == {"qkv": 0.0, "o": 0.5, "gate_up": 0.0, "down": 0.5}
+    assert late["refined"]["ppl"] != found["refined"]["ppl"]
+
+
 def test_nothing_resident_is_the_base(tiny_prepared: PreparedModel, daemon: FakeDaemon, text: Path, run: Run) -> None:
     options = ("--text", text, "--tokens", 20, "--runtime-dir", daemon.path.parent)
     found = run("eval", tiny_prepared.folder, *options, "--json").json()
@@ -102,6 +119,9 @@ def test_nothing_resident_is_the_base(tiny_prepared: PreparedModel, daemon: Fake
     ("options", "subject"),
     [
         (("--miss", "never"), "--miss"),
+        (("--dense", "--residents", 9), "--residents"),
+        (("--dense", "--lag", 1), "--lag"),
+        (("--lag", 0.3), "shift of o"),
         (("--weight-cache", "120%"), "--weight-cache"),
         (("--weight-cache", "1MiB", "--runtime-dir", "/nowhere"), "--weight-cache"),
         (("--tokens", 100_000), "text.txt"),
