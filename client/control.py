@@ -120,7 +120,7 @@ class Control:
 
 
 def _unavailable(path: Path, code: grpc.StatusCode, details: str) -> DaemonUnavailableError:
-    found, remedy = f"{code.name}: {details}", "run strataflux doctor, or see the log of the service"
+    found, remedy = f"{code.name}: {details}", "see its log, and whether its process is stopped or overloaded"
     if code is grpc.StatusCode.UNAVAILABLE and (reason := details.rpartition(" error: ")[2]) != details:
         # gRPC names the socket three times before the system's own word.
         found, remedy = reason, "start stratafluxd, or pass its runtime folder"
