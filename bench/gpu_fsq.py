@@ -90,6 +90,10 @@ class Layers:
         shares, (scores, mix) = self.decoders[0].shares, plan[2:]
         return FsqWork(*self.shape, CUDA, shares=shares, score_splits=scores, mix_splits=mix)
 
+    def launched(self, plan: Plan) -> list[FsqPlan]:
+        """What the first kernel does by a plan; nothing where it does not fit."""
+        return launched(self.decoders[0], self.shape[1], [plan])
+
     def each(self, body: Callable[[Tensor, FsqDecoder], object]) -> float:
         """Microseconds a layer."""
         pairs = [(self.codes[i], self.decoders[i % len(self.decoders)]) for i in range(self.count)]
@@ -97,7 +101,7 @@ class Layers:
 
     def times(self, plan: Plan) -> dict[str, float]:
         """Of the whole, and of its three parts alone."""
-        work, (how,) = self.work(plan), launched(self.decoders[0], [plan])
+        work, (how,) = self.work(plan), self.launched(plan)
 
         def whole(codes: Tensor, decoder: FsqDecoder) -> None:
             fsq_attend(self.queries, codes, self.lengths, decoder, work, how)
@@ -114,20 +118,20 @@ class Layers:
 def prepared(heads: FsqHeads, blocks: int, kind: RebuildKind, device: torch.device = CUDA) -> FsqDecoder:
     """In one share where that fits, else in two."""
     decoder = FsqDecoder(heads, blocks, device, kind)
-    return decoder if _fits(decoder, FsqPlan(1, 1)) else FsqDecoder(heads, blocks, device, kind, shares=2)
+    return decoder if _fits(decoder, KV_HEADS, FsqPlan(1, 1)) else FsqDecoder(heads, blocks, device, kind, shares=2)
 
 
-def _fits(decoder: FsqDecoder, plan: FsqPlan) -> bool:
-    return shared_bytes(decoder, plan) <= MOST_SHARED
+def _fits(decoder: FsqDecoder, heads: int, plan: FsqPlan) -> bool:
+    return shared_bytes(decoder, heads, plan) <= MOST_SHARED
 
 
-def launched(decoder: FsqDecoder, plans: list[Plan]) -> list[FsqPlan]:
+def launched(decoder: FsqDecoder, heads: int, plans: list[Plan]) -> list[FsqPlan]:
     """What the first kernel does by those plans that fit."""
-    if not _fits(decoder, FsqPlan(1, 1)):
+    if not _fits(decoder, heads, FsqPlan(1, 1)):
         return []
-    usual = default_plan(decoder)
+    usual = default_plan(decoder, heads)
     found = [FsqPlan(plan.teams or usual.teams, plan.stages or usual.stages) for plan in plans]
-    return [plan for plan in found if _fits(decoder, plan)]
+    return [plan for plan in found if _fits(decoder, heads, plan)]
 
 
 def bytes_of(ratio: float) -> int:
@@ -152,7 +156,7 @@ def build(
                 work = FsqWork(1, group, heads.grid, 1, cpu, shares=decoder.shares)
                 names.add(join_instance(decoder, work))
                 names.add(mix_instance(work))
-                names |= {scores_instance(decoder, work, plan) for plan in launched(decoder, tried)}
+                names |= {scores_instance(decoder, work, plan) for plan in launched(decoder, group, tried)}
     with ThreadPoolExecutor(15) as pool:
         list(pool.map(compile_fsq, sorted(names)))
     rows.add("build", "compiled", instances=len(names))
@@ -177,7 +181,7 @@ def _correct(kind: RebuildKind, width: int, plans: list[Plan]) -> dict[str, tupl
         case = make_fsq_case(FsqGrid.uniform(width, 16), LENGTHS, KV_HEADS, group, 128, True, CUDA)
         decoder, sizes = prepared(case.heads, case.codes.shape[1], kind), (case.heads.grid, case.codes.shape[1])
         work, exactly = FsqWork(len(LENGTHS), KV_HEADS * group, *sizes, CUDA, shares=decoder.shares), case.exactly()
-        for how in dict.fromkeys(launched(decoder, plans)):
+        for how in dict.fromkeys(launched(decoder, KV_HEADS * group, plans)):
             outs = [torch.full(case.queries.shape, torch.nan, device=CUDA) for _ in range(3)]
             for out in outs:
                 fsq_attend(case.queries, case.codes, case.lengths, decoder, work, how)
@@ -269,8 +273,8 @@ def _speed(
     best: dict[tuple[int, int, int], float],
 ) -> dict[str, Any]:  # fmt: skip
     layers = Layers(nbytes, kind, batch, tokens, group)
-    default_plan(layers.decoders[0])  # refuses what does not fit at all
-    tried = {plan: layers.times(plan) for plan in plans if launched(layers.decoders[0], [plan])}
+    default_plan(layers.decoders[0], layers.shape[1])  # refuses what does not fit at all
+    tried = {plan: layers.times(plan) for plan in plans if layers.launched(plan)}
     plan = min(tried, key=lambda p: tried[p]["whole"])
     took = tried[plan]
     work, flops = layers.work(plan), 2 * 2 * nbytes * KV_HEADS * 128 * batch * tokens
@@ -279,7 +283,7 @@ def _speed(
         "times_sdpa": best.get((batch, tokens, group), 0.0) / took["whole"],
         "rebuild_teraflops": flops / took["scores"] / 1e6,
         "code_terabytes_per_second": nbytes * batch * tokens / took["whole"] / 1e6,
-        "ran": [scores_instance(layers.decoders[0], work, *launched(layers.decoders[0], [plan])), mix_instance(work)],
+        "ran": [scores_instance(layers.decoders[0], work, *layers.launched(plan)), mix_instance(work)],
         "plans": {str(tuple(p)): {k: round(v, 1) for k, v in t.items()} for p, t in tried.items()},
     }  # fmt: skip
 

@@ -58,7 +58,7 @@ struct Scores {
   static const int ITEMS = (2 * GROUP * N / 4 + 127) / 128;  // pairs of words of queries that a thread turns
   static const int AT_CODES = IMAGE, AT_TURNS = AT_CODES + TEAMS * STAGES * BLOCK;
   static const int AT_AFFINE = AT_TURNS + TEAMS * STAGES * TURN, AT_QUERIES = AT_AFFINE + 8 * D;
-  static const int AT_ONES = AT_QUERIES + TEAMS * 2 * QUERY, AT_BARRIERS = AT_ONES + 256;
+  static const int AT_ONES = AT_QUERIES + TEAMS * QUERY, AT_BARRIERS = AT_ONES + 256;
 
   static __device__ __forceinline__ void prepare(u8* shared, const u8* image, const float* affine) {
     u64* barriers = (u64*)(shared + AT_BARRIERS);
@@ -68,7 +68,7 @@ struct Scores {
     }
     if constexpr (!BIASED)
       for (int i = threadIdx.x; i < 2 * D; i += THREADS) ((float*)(shared + AT_AFFINE))[i] = affine[i];
-    for (int i = threadIdx.x; i < TEAMS * QUERY / 2; i += THREADS) ((u32*)(shared + AT_QUERIES))[i] = 0;
+    for (int i = threadIdx.x; i < TEAMS * QUERY / 4; i += THREADS) ((u32*)(shared + AT_QUERIES))[i] = 0;
     for (int i = threadIdx.x; i < 64; i += THREADS) ((u32*)(shared + AT_ONES))[i] = ONES;
     show_products();
     __syncthreads();
@@ -314,12 +314,13 @@ __global__ void __launch_bounds__(128 * TEAMS, 1) fsq_scores(
   u32 count = 0;
   for (int tile = first + team; tile < last; tile += TEAMS, count++) {
     const int own = STAGES == 1 ? 0 : count % 2, stage = team * STAGES + own;
-    u8* turned = shared + Of::AT_QUERIES + (2 * team + count % 2) * Of::QUERY;
+    u8* turned = shared + Of::AT_QUERIES + team * Of::QUERY;
     typename Of::Value acc[Of::SUMS];
     u32 keys[Of::PAIRS][4], squared[4];
     float found[4 * Of::SETS], summed[4] = {};
     wait_for_bytes(barriers + stage, count / STAGES % 2);
-    if (TEAMS > 1 && tile > first) wait_for_turn(team);
+    if (TEAMS > 1 && tile > first) wait_for_turn(team);  // as a whole: nobody reads the queries of its last block
+    if (TEAMS == 1) meet_group(team);
     Of::rebuild(acc, shared, own * Of::BLOCK, lane, TEAMS > 1 && tile + 1 < last ? (team + 1) % TEAMS : -1);
     Of::turn_queries(turned, query, places, (const uint2*)(shared + Of::AT_TURNS + stage * Of::TURN), thread, share);
     finish_products<0>();

@@ -46,8 +46,9 @@ _SOURCES: Final = {"fsq_scores": "fsq_attend.cu", "fsq_join": "fsq_attend.cu", "
 MOST_SHARED: Final = 232448
 """Bytes that a block of threads may have on these GPUs."""
 _MOST_TEAMS: Final = 3  # more leave each thread too few registers
-_MOST_NARROW_TEAMS: Final = 4
-_NARROW: Final = 160  # coordinates, in fp8, whose sums take half the registers; measured
+_MOST_FP8_TEAMS: Final = 4  # their sums take half the registers
+_FEW, _FEWEST = 292, 160
+"""Coordinates up to which four teams were faster than three, and one stage faster than two, both in fp8."""
 
 
 class FsqPlan(NamedTuple):
@@ -64,29 +65,30 @@ def has_fsq_path(x: Tensor) -> bool:
     return x.is_cuda and cuda_available() and device_capability(x.get_device()) == (9, 0)
 
 
-def shared_bytes(decoder: FsqDecoder, plan: FsqPlan) -> int:
-    """Shared memory of a block of threads: a head's decoder, and for each team its blocks of codes with what turns
-    queries, and room for two blocks' queries of up to eight heads.
+def shared_bytes(decoder: FsqDecoder, heads: int, plan: FsqPlan) -> int:
+    """Shared memory of a block of threads: a KV head's decoder, and for each team its blocks of codes with what turns
+    queries, and room for the queries of that head among ``heads``.
     """
-    d = decoder.heads.head_dim
+    d, sets = decoder.heads.head_dim, 2 if heads // decoder.heads.kv_heads > 4 else 1
     staged = plan.teams * plan.stages * (BLOCK_TOKENS * decoder.heads.grid.nbytes + 2 * d + 8)
-    return decoder.images.shape[1] + staged + plan.teams * 64 * d // decoder.shares + 8 * d + 256 + 8
+    return decoder.images.shape[1] + staged + plan.teams * sets * 16 * d // decoder.shares + 8 * d + 256 + 8
 
 
-def default_plan(decoder: FsqDecoder) -> FsqPlan:
-    """As many teams as fit, then as many stages.
+def default_plan(decoder: FsqDecoder, heads: int) -> FsqPlan:
+    """As many teams as fit, then as many stages, for ``heads`` query heads.
 
     Raises:
         ValueError: not even one fits.
     """
-    narrow = decoder.kind == "fp8" and decoder.heads.grid.width <= _NARROW
-    for teams in range(_MOST_NARROW_TEAMS if narrow else _MOST_TEAMS, 0, -1):
-        for stages in (2, 1):
-            if shared_bytes(decoder, FsqPlan(teams, stages)) <= MOST_SHARED:
+    fp8, width = decoder.kind == "fp8", decoder.heads.grid.width
+    most = _MOST_FP8_TEAMS if fp8 and width <= _FEW else _MOST_TEAMS
+    for teams in range(most, 0, -1):
+        for stages in (1,) if fp8 and width <= _FEWEST else (2, 1):
+            if shared_bytes(decoder, heads, FsqPlan(teams, stages)) <= MOST_SHARED:
                 return FsqPlan(teams, stages)
     raise ValueError(
-        f"codes of {decoder.heads.grid.width} coordinates take {shared_bytes(decoder, FsqPlan(1, 1))} bytes of shared "
-        f"memory as {decoder.kind}, {MOST_SHARED} are there; int8 and fp8 take half as much, and so do two shares"
+        f"codes of {width} coordinates take {shared_bytes(decoder, heads, FsqPlan(1, 1))} bytes of shared memory as "
+        f"{decoder.kind}, {MOST_SHARED} are there; int8 and fp8 take half as much, and so do two shares"
     )
 
 
@@ -138,7 +140,7 @@ def fsq_attend(
             f"and {list(expected[1])}, codes of {work.grid.nbytes} bytes and {work.shares} shares; the decoder for "
             f"{decoder.blocks} blocks and {decoder.shares}"
         )
-    fsq_scores(queries, codes, lengths, decoder, work, plan or default_plan(decoder))
+    fsq_scores(queries, codes, lengths, decoder, work, plan or default_plan(decoder, work.heads))
     fsq_mix(codes, lengths, work)
 
 
@@ -147,7 +149,7 @@ def fsq_scores(
 ) -> None:
     """The first half of :func:`fsq_attend`: logits of all tokens; its arguments are not checked again."""
     kv_heads, images, device = decoder.heads.kv_heads, len(decoder.images), queries.get_device()
-    splits, size = work.score_splits(images), shared_bytes(decoder, plan)
+    splits, size = work.score_splits(images), shared_bytes(decoder, work.heads, plan)
     prepared = (decoder.images, decoder.affine, decoder.scalars, decoder.base, decoder.eighth, decoder.inner)
     left = (work.scores if decoder.shares == 1 else work.sums, work.squares)
     given = _arguments(codes, *prepared, queries, lengths, *left, kv_heads, splits, work.blocks)

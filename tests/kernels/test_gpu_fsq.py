@@ -73,7 +73,8 @@ def _case_of(numbers: tuple[Any, ...], device: torch.device) -> FsqCase:
 def _prepared(case: FsqCase, numbers: tuple[Any, ...]) -> tuple[FsqDecoder, FsqWork, FsqPlan]:
     kind, shares, stages = numbers[0], *numbers[-2:]
     decoder = FsqDecoder(case.heads, case.codes.shape[1], case.queries.device, kind, shares)
-    return decoder, _work(case, shares), default_plan(decoder)._replace(stages=stages)
+    work = _work(case, shares)
+    return decoder, work, default_plan(decoder, work.heads)._replace(stages=stages)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def _on_emulation(library: ctypes.CDLL) -> Launch:
     def launch(case: FsqCase, decoder: FsqDecoder, work: FsqWork, plan: FsqPlan) -> None:
         images, kv_heads = len(decoder.images), case.heads.kv_heads
         splits = work.score_splits(images)
-        assert max(shared_bytes(decoder, plan), work.mix_shared) <= 16384 * 16
+        assert max(shared_bytes(decoder, work.heads, plan), work.mix_shared) <= 16384 * 16
 
         def run(instance: str, blocks: int, threads: int, *given: Tensor | int) -> None:
             values = [ctypes.c_void_p(v.data_ptr()) if isinstance(v, Tensor) else v for v in given]
@@ -186,7 +187,7 @@ def test_splits_change_nothing(score_splits: int, mix_splits: int, launch: Launc
     outs = []
     for work in (_work(case), _work(case, 1, score_splits, mix_splits)):
         outs.append(torch.full(case.queries.shape, torch.nan, device=device))
-        launch(case, decoder, work, default_plan(decoder))
+        launch(case, decoder, work, default_plan(decoder, work.heads))
         fsq_merge(work, decoder.values, outs[-1])
     assert _relative(outs[1], outs[0].double()) < 1e-3  # weights are rounded relative to other maxima
 
@@ -197,9 +198,9 @@ def test_what_has_no_kernel_is_refused() -> None:
         FsqDecoder(random_heads(FsqGrid((4,) * 8 + (2,) * 8), 1, 64, True, cpu), 1, cpu)
     wide = random_heads(FsqGrid.uniform(1024, 16), 1, 128, True, cpu)
     with pytest.raises(ValueError, match="of shared memory as half, 232448 are there"):
-        default_plan(FsqDecoder(wide, 1, cpu, "half"))
-    assert default_plan(FsqDecoder(wide, 1, cpu, "int8")) == FsqPlan(2, 1)
-    assert default_plan(FsqDecoder(wide, 1, cpu, "half", shares=2)) == FsqPlan(2, 1)
+        default_plan(FsqDecoder(wide, 1, cpu, "half"), 2)
+    assert default_plan(FsqDecoder(wide, 1, cpu, "int8"), 2) == FsqPlan(2, 1)
+    assert default_plan(FsqDecoder(wide, 1, cpu, "half", shares=2), 2) == FsqPlan(2, 1)
     with pytest.raises(ValueError, match="2 shares of 64 channels"):
         FsqDecoder(random_heads(FsqGrid.uniform(8, 16), 1, 64, True, cpu), 1, cpu, shares=2)
     wider = random_heads(FsqGrid.uniform(2300, 16), 1, 64, True, cpu)
