@@ -39,6 +39,7 @@ __all__ = [
     "LowbitWeights",
     "Plan",
     "StreamPlan",
+    "block_plan",
     "default_plan",
     "gemv",
     "gemv_reference",
@@ -247,7 +248,7 @@ def gemv(
         x: [batch, inputs] float16, contiguous, batch 1…16.
         y: [batch, rows] float32, contiguous, overwritten or added to.
         add: add to ``y``. The addition is atomic: another kernel may add to ``y`` at the same time.
-        plan: how the fast path spreads the work; chosen from the shape where None.
+        plan: how the fast path spreads the work; chosen from the shape where None. Beside errands nothing streams.
         path: ``"cuda"`` or ``"triton"``; where None the first that this machine has.
         errands: to run beside it: in blocks of the same launch, or on the portable path before it.
 
@@ -271,10 +272,12 @@ def gemv(
         gemv_triton(weights, x, y, add=add)
         return
     plan = plan or default_plan(weights, batch)
+    if errands is not None and isinstance(plan, StreamPlan):
+        plan = block_plan(weights)._replace(early=plan.early)
     if isinstance(plan, StreamPlan):
         from strataflux.kernels.lowbit_gemv_stream import gemv_stream
 
-        gemv_stream(weights, x, y, add=add, plan=plan, errands=errands)
+        gemv_stream(weights, x, y, add=add, plan=plan)
     else:
         _launch(weights, x, y, add, plan, errands)
 
@@ -312,17 +315,26 @@ def instance_name(weights: LowbitWeights, plan: Plan, batch: int, *, add: bool, 
 
 
 def default_plan(weights: LowbitWeights, batch: int = 1) -> Plan | StreamPlan:
-    """The plan for a shape: what a sweep on an H200 found best or within 5 % of it, one input (docs/PERFORMANCE.md).
+    """The plan for a shape: what did best on an H200 (docs/PERFORMANCE.md). One input streams, but for codebooks of 16
+    values: those take longer to choose from than to come.
+    """
+    if batch > 1 or (weights.group == 0 and weights.bits == 4):
+        return block_plan(weights)
+    plan = StreamPlan()
+    while plan.warps > max(weights.words.shape[1], 1):
+        plan = plan._replace(warps=plan.warps // 2)
+    return plan
 
-    Scaled weights stream where there is one input. Else few rows leave the device idle unless more warps share a
-    block's strips; two tiles a warp use each input twice. Codebooks of 16 values need registers and shared memory for
-    their tables, and do better with one tile and more in flight.
+
+def block_plan(weights: LowbitWeights) -> Plan:
+    """The plan in blocks for a shape: what a sweep on an H200 found best or within 5 % of it, one input.
+
+    Few rows leave the device idle unless more warps share a block's strips; two tiles a warp use each input twice.
+    Codebooks of 16 values need registers and shared memory for their tables, and do better with one tile and more in
+    flight.
     """
     tiles, strips = weights.words.shape[:2]
-    plan: Plan | StreamPlan
-    if weights.group and batch == 1:
-        plan = StreamPlan()
-    elif weights.group == 0 and weights.bits == 4:
+    if weights.group == 0 and weights.bits == 4:
         plan = Plan(1, 4, 2) if tiles >= 1024 else Plan(1, 4, 4) if tiles >= 320 else Plan(1, 8, 2)
     else:
         plan = Plan(2, 4 if tiles >= 1024 else 8 if tiles >= 320 else 16, 1)

@@ -14,17 +14,12 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
                :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Threads that multiply wait for each other.
-template <int THREADS>
-__device__ __forceinline__ void meet_workers() { asm volatile("bar.sync 2, %0;" :: "n"(THREADS) : "memory"); }
 // Waits for all groups of copies but the NEWEST ones.
 template <int NEWEST>
 __device__ __forceinline__ void wait_for_copies_before() {
   asm volatile("cp.async.wait_group %0;" :: "n"(NEWEST) : "memory");
 }
 #endif
-
-const int ERRAND_THREADS = 128;
 
 template <int COUNT>
 __device__ __forceinline__ void take(u32* to, const uint4* from, int stride) {
@@ -84,28 +79,19 @@ __device__ __forceinline__ void add_chosen(float (&sum)[4], const uint4* stage, 
   sum[0] += part[0][0] + part[1][0], sum[2] += part[0][2] + part[1][2];
 }
 
-// GROUPS: groups in a strip, or 0 for codebooks. ONTO: add to y, else store. BESIDE: each block has ERRAND_THREADS more
-// threads, its first, and those of the first `beside` blocks have errands to run. The first `blocks` blocks multiply,
-// with at least one strip for each warp; `ahead` more strips of each, at most 32, are brought nearer meanwhile.
-template <int BITS, int GROUPS, int WARPS, int STAGES, int ONTO, int BESIDE>
-__global__ void __launch_bounds__(32 * WARPS + (BESIDE ? ERRAND_THREADS : 0))
+// GROUPS: groups in a strip, or 0 for codebooks. ONTO: add to y, else store. Each warp has at least one strip; `ahead`
+// more strips of each, at most 32, are brought nearer meanwhile.
+template <int BITS, int GROUPS, int WARPS, int STAGES, int ONTO>
+__global__ void __launch_bounds__(32 * WARPS)
 lowbit_stream(const uint4* words, const uint4* meta, const u16* x, float* y, int rows, int inputs, int strips,
-              int tiles, int blocks, int ahead, const Errand* errands, int errand_count, int beside) {
+              int tiles, int blocks, int ahead) {
   constexpr int SCALES = 4 * GROUPS, STAGE = 32 * BITS + SCALES;         // uint4 of a tile's strip
   constexpr int BOOKS = GROUPS ? 0 : 2 << BITS, TABLE = (1 << BITS) / 2;  // uint4 of a tile's codebooks, words of one
-  const int block = blockIdx.x, thread = (int)threadIdx.x - (BESIDE ? ERRAND_THREADS : 0);
-  const int warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+  const int block = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   let_next_kernel_start();
-  if (BESIDE && thread < 0) {
-    wait_for_previous_kernel();
-    if (block < beside) run_errands<ERRAND_THREADS>(errands, errand_count, block, (float*)block_memory);
-    return;
-  }
-  if (BESIDE && block >= blocks) return;
-  uint4* first = block_memory + (BESIDE ? ERRAND_SCRATCH<ERRAND_THREADS> / 4 : 0);
-  uint4* ring = first + warp * (STAGES * STAGE + (STAGES + 1) * BOOKS);
+  uint4* ring = block_memory + warp * (STAGES * STAGE + (STAGES + 1) * BOOKS);
   uint4* books = ring + STAGES * STAGE;  // of as many tiles as may be in the ring, and of the one before
-  uint4* staged_x = first + WARPS * (STAGES * STAGE + (STAGES + 1) * BOOKS);
+  uint4* staged_x = block_memory + WARPS * (STAGES * STAGE + (STAGES + 1) * BOOKS);
   auto partial = (float(*)[WARPS][16])(staged_x + 32 * strips);
   int next_tile = block, next_strip = warp, next_book = 0;
   auto request = [&](uint4* stage) {
@@ -159,8 +145,8 @@ lowbit_stream(const uint4* words, const uint4* meta, const u16* x, float* y, int
     book = book < STAGES ? book + 1 : 0;
     if (t == 0) partial[number][warp][g] = sum[0], partial[number][warp][8 + g] = sum[2];
   }
-  meet_workers<32 * WARPS>();
-  for (int i = thread; block + i / 16 * blocks < tiles; i += 32 * WARPS) {
+  __syncthreads();
+  for (int i = threadIdx.x; block + i / 16 * blocks < tiles; i += 32 * WARPS) {
     const int row = 16 * (block + i / 16 * blocks) + i % 16;
     float total = 0;
 #pragma unroll

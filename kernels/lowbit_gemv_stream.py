@@ -2,13 +2,13 @@
 
 That module gives the formula, the bytes and the reference. Here weights come through rings in shared memory, which are
 filled before the kernel before has ended. A block takes more shared memory than it needs, so that no two are on one
-multiprocessor: those of a launch that starts early would gather on the few that are free first. Errands run in threads
-of their own in the same blocks.
+multiprocessor: those of a launch that starts early would gather on the few that are free first. So errands find no
+place beside it: a product that has some is one of the blocks of lowbit_gemv.cu.
 """
 
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from torch import Tensor
@@ -17,20 +17,15 @@ from strataflux.kernels.cuda_build import CudaFunction, device_capability, load_
 from strataflux.kernels.gpu.host_memory import device_attribute
 from strataflux.kernels.lowbit_gemv import STRIP, LowbitWeights, StreamPlan
 
-if TYPE_CHECKING:
-    from strataflux.kernels.gpu.errands import Errands
-
 __all__ = ["gemv_stream", "shared_bytes", "stream_instance"]
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 _PIECE: Final = 16
-_ERRAND_THREADS: Final = 128
-"""That a block has beside those that multiply."""
 
 
-def stream_instance(weights: LowbitWeights, plan: StreamPlan, *, add: bool, beside: bool = False) -> str:
-    """The C++ template instance that a product with this plan runs, with errands beside it or without."""
-    numbers = weights.bits, _groups(weights), plan.warps, plan.stages, int(add), int(beside)
+def stream_instance(weights: LowbitWeights, plan: StreamPlan, *, add: bool) -> str:
+    """The C++ template instance that a product with this plan runs."""
+    numbers = weights.bits, _groups(weights), plan.warps, plan.stages, int(add)
     return f"lowbit_stream<{','.join(map(str, numbers))}>"
 
 
@@ -38,18 +33,16 @@ def _groups(weights: LowbitWeights) -> int:
     return STRIP // weights.group if weights.group else 0
 
 
-def shared_bytes(weights: LowbitWeights, plan: StreamPlan, blocks: int, *, beside: bool = False) -> int:
+def shared_bytes(weights: LowbitWeights, plan: StreamPlan, blocks: int) -> int:
     """Shared memory of a block where so many share the product: rings, the input, and sums that wait for the end."""
     tiles, strips = weights.words.shape[:2]
     stage = 32 * weights.bits + 4 * _groups(weights)
     ring = plan.stages * stage + (0 if weights.group else (plan.stages + 1) * (2 << weights.bits))
     sums = -(-tiles // blocks) * plan.warps * _PIECE * 4
-    return _PIECE * (plan.warps * ring + 32 * strips) + sums + (4 * (256 + 8 * _ERRAND_THREADS) if beside else 0)
+    return _PIECE * (plan.warps * ring + 32 * strips) + sums
 
 
-def gemv_stream(
-    weights: LowbitWeights, x: Tensor, y: Tensor, *, add: bool, plan: StreamPlan, errands: "Errands | None"
-) -> None:
+def gemv_stream(weights: LowbitWeights, x: Tensor, y: Tensor, *, add: bool, plan: StreamPlan) -> None:
     """``y = w x`` or ``y += w x``; operands as :func:`~strataflux.kernels.lowbit_gemv.gemv` has checked them.
 
     Raises:
@@ -61,20 +54,15 @@ def gemv_stream(
             f"{plan} for a batch of {x.shape[0]} and {strips} strips: streams are for one input and no more warps than "
             "strips"
         )
-    device, threads = x.get_device(), 32 * plan.warps
-    blocks = grid = min(tiles, multiprocessors(device) * plan.share)
-    size = max(shared_bytes(weights, plan, blocks, beside=errands is not None), _crowding_bytes(device, plan.share))
-    function = _function(stream_instance(weights, plan, add=add, beside=errands is not None), size, device)
-    table, count, beside = 0, 0, 0
-    if errands is not None:
-        made, beside = errands.table(_ERRAND_THREADS, multiprocessors(device), x.device)
-        table, count = made.data_ptr(), len(errands.items)
-        threads, grid = threads + _ERRAND_THREADS, max(grid, beside)
+    device = x.get_device()
+    blocks = min(tiles, multiprocessors(device) * plan.share)
+    size = max(shared_bytes(weights, plan, blocks), _crowding_bytes(device, plan.share))
+    function = _function(stream_instance(weights, plan, add=add), size, device)
     pointers = [np.uint64(tensor.data_ptr()) for tensor in (weights.words, weights.meta, x, y)]
     sizes = [np.int32(size) for size in (weights.rows, weights.inputs, strips, tiles, blocks, plan.ahead)]
-    arguments: list[np.generic] = [*pointers, *sizes, np.uint64(table), np.int32(count), np.int32(beside)]
+    arguments: list[np.generic] = [*pointers, *sizes]
     early = plan.early and device_capability(device) >= (9, 0)
-    function.launch(grid, threads, arguments, early=early, shared_bytes=size)
+    function.launch(blocks, 32 * plan.warps, arguments, early=early, shared_bytes=size)
 
 
 @cache

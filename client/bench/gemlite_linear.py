@@ -26,7 +26,6 @@ class GemliteLinear:
     """Random int4 weights [rows, inputs]; a :class:`~strataflux.client.runtime.cuda.linear.Linear`."""
 
     x_dtype = y_dtype = torch.float16
-    roomy = False
 
     def __init__(self, rows: int, inputs: int, device: torch.device) -> None:
         """Draw and pack them."""

@@ -58,16 +58,6 @@ __device__ __forceinline__ float half_to_float(u32 v) {
   asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(f) : "r"(v));
   return f;
 }
-// Threads that run errands or a selection wait for each other, and count: they may be a part of their block, its first.
-template <int THREADS>
-__device__ __forceinline__ void meet_others() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }
-template <int THREADS>
-__device__ __forceinline__ int count_others(bool value) {
-  int count;
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; bar.red.popc.u32 %0, 1, %2, p;}"
-               : "=r"(count) : "r"((u32)value), "n"(THREADS) : "memory");
-  return count;
-}
 // With programmatic dependent launch the next kernel starts now and fetches what is constant while this one runs; it
 // waits before it touches anything that this one writes. Without it both are no-ops.
 #if __CUDA_ARCH__ >= 900

@@ -85,13 +85,13 @@ __device__ __forceinline__ void add_records(const i64* f, int block, int blocks,
         }
       };
       take(group);
-      meet_others<THREADS>();
+      __syncthreads();
       // An absent record's input must not come near the sum: it may be infinite.
       for (int i = threadIdx.x; i < records; i += THREADS) {
         const int channel = load_int(channels + base + i);
         weight[i] = load_cell(addresses + base + i) ? half_to_float(load_half(x + channel)) : 0;
       }
-      meet_others<THREADS>();
+      __syncthreads();
       for (int record = group; record < records; record += GROUPS * DEEP) {
         if (record != group) take(record);
 #pragma unroll
@@ -105,7 +105,7 @@ __device__ __forceinline__ void add_records(const i64* f, int block, int blocks,
     }
 #pragma unroll
     for (int n = 0; n < 8; n++) sums[group][n * WORDS + word0] = sum[n];
-    meet_others<THREADS>();
+    __syncthreads();
 #pragma unroll
     for (int o = 0; o < OWN; o++) {
       const int i = threadIdx.x + o * THREADS;

@@ -46,7 +46,7 @@ __device__ __forceinline__ int largest_of(const int (&bits)[VALUES], int* each, 
   for (int v = 1; v < VALUES; v++) most = max(most, bits[v]);
   most = __reduce_max_sync(EVERY, most);
   if (lane == 0) each[warp] = most;
-  meet_others<32 * WARPS>();
+  __syncthreads();
   return __reduce_max_sync(EVERY, lane < WARPS ? each[lane] : -1);
 }
 
@@ -60,13 +60,13 @@ __device__ __forceinline__ int floor_of(const int (&bits)[VALUES], int largest, 
   if (middle <= 0) middle = high / 2;
   while (high - low > 1) {
     int reach = 0;
-    if (VALUES == 1) reach = count_others<32 * WARPS>(bits[0] >= middle);
+    if (VALUES == 1) reach = __syncthreads_count(bits[0] >= middle);
     else {
 #pragma unroll
       for (int v = 0; v < VALUES; v++) reach += bits[v] >= middle;
       reach = __reduce_add_sync(EVERY, reach);
       if (lane == 0) counts[turn][warp] = reach;
-      meet_others<32 * WARPS>();
+      __syncthreads();
       reach = __reduce_add_sync(EVERY, lane < WARPS ? counts[turn][lane] : 0);
       turn ^= 1;
     }
@@ -89,7 +89,7 @@ __device__ __forceinline__ Ranks before(int first, int second, int* each, int wa
     if (lane >= step) sum += left;
   }
   if (lane == 31) each[warp] = sum;
-  meet_others<32 * WARPS>();
+  __syncthreads();
   const int total = lane < WARPS ? each[lane] : 0;
   int upto = total;
 #pragma unroll
@@ -125,7 +125,7 @@ __device__ __forceinline__ void count(i64* cell, i64 by) {
 }
 
 // Put what is asked for into the ring: `rank` of them lie before this thread's, `asks` in the whole block.
-template <int THREADS, int VALUES>
+template <int VALUES>
 __device__ __forceinline__ void request(const Selecting& s, const int (&bits)[VALUES], int largest, u32 asked,
                                         i64 oid, int rank, int asks, i64* reserved) {
   const i64 limit = load_cell(s.block + LIMIT), lap_log2 = load_cell(s.block + RING_LOG2);
@@ -135,7 +135,7 @@ __device__ __forceinline__ void request(const Selecting& s, const int (&bits)[VA
     *reserved = (i64)atomicAdd((u64*)(s.block + TAIL), (u64)asks);
     count(s.block + DROPPED, min((i64)asks, max((i64)0, *reserved + asks - limit)));
   }
-  meet_others<THREADS>();
+  __syncthreads();
   i64 position = *reserved + rank;
 #pragma unroll
   for (int v = 0; v < VALUES; v++) {
@@ -210,5 +210,5 @@ __device__ __forceinline__ void select_chunk(const Selecting& s, int chunk) {
     count(s.block + counters + 1, in.firsts);
     if (!enabled) count(s.block + DROPPED, wanted);
   }
-  if (in.seconds) request<THREADS>(s, bits, largest, asked, s.first_oid + index, in.second, in.seconds, &reserved);
+  if (in.seconds) request(s, bits, largest, asked, s.first_oid + index, in.second, in.seconds, &reserved);
 }

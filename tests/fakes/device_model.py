@@ -22,7 +22,7 @@ class Expanded:
     y_dtype = torch.float32
 
     def __init__(self, packed: LowbitLinear) -> None:
-        self.rows, self.inputs, self.bytes, self.roomy = packed.rows, packed.inputs, packed.bytes, packed.roomy
+        self.rows, self.inputs, self.bytes = packed.rows, packed.inputs, packed.bytes
         self._matrix = unpack(packed.weights).float()
 
     def multiply(self, x: Tensor, y: Tensor, *, early: bool, errands: Errands | None = None) -> Tensor:

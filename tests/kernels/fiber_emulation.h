@@ -31,7 +31,7 @@ struct Meeting { int expected = 0, arrived = 0, held = 0; };
 struct Fiber { ucontext_t context; std::vector<char> stack; bool done; int exchanges; };
 static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
-static Meeting of_block, of_some[2], of_warp[32];
+static Meeting of_block, of_warp[32];
 static std::function<void()> body;
 
 static void meet(Meeting& meeting) {
@@ -53,7 +53,6 @@ static void run_blocks(int blocks, int threads, Kernel kernel) {
   for (int block = 0; block < blocks; block++) {
     blockIdx.x = block;
     of_block = {threads};
-    of_some[0] = of_some[1] = {};
     for (Meeting& meeting : of_warp) meeting = {32};
     for (Fiber& fiber : fibers) {
       fiber.done = false, fiber.exchanges = 0;
@@ -135,26 +134,6 @@ static int __syncthreads_count(bool value) {
   meet(of_block);
   if (threadIdx.x == 0) block_count = 0;
   meet(of_block);
-  return result;
-}
-template <int THREADS>
-static void meet_others() {
-  of_some[0].expected = THREADS;
-  meet(of_some[0]);
-}
-template <int THREADS>
-static void meet_workers() {
-  of_some[1].expected = THREADS;
-  meet(of_some[1]);
-}
-template <int THREADS>
-static int count_others(bool value) {
-  block_count += value;
-  meet_others<THREADS>();
-  const int result = block_count;
-  meet_others<THREADS>();
-  if (threadIdx.x == 0) block_count = 0;
-  meet_others<THREADS>();
   return result;
 }
 static void __syncwarp() { meet(of_warp[threadIdx.x / 32]); }

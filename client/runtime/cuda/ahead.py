@@ -1,7 +1,6 @@
 """Refinement by errands: a step's routes over its own buffers, one list of errands for each product's launch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
 
 from torch import Tensor
 
@@ -16,9 +15,6 @@ from strataflux.kernels.refine import record_bytes
 
 __all__ = ["Ahead"]
 
-_TOO_MANY: Final = 1 << 40
-"""Pieces: of so many no time is left to wait."""
-
 
 class Ahead:
     """Routes of one model's step, and the memory they lead through."""
@@ -27,11 +23,10 @@ class Ahead:
         """Plan, and allocate staging areas."""
         # fixed after construction
         self._model, self._records = model, records
-        capacity = [budget.link.beside(linear.bytes) for linear in model.layers[0].linears]
-        roomy = all(linear.roomy for linear in model.layers[0].linears)
-        self._rings = _rings(model, budget, capacity, roomy=roomy)
+        self._rings = _rings(model, budget)
         pieces = {number: ring[0].pieces for number, ring in self._rings.items()}
-        routes = plan_routes(model.config.layers, budget.behind(), pieces, capacity, roomy=roomy)
+        capacity = [budget.link.beside(linear.bytes) for linear in model.layers[0].linears]
+        routes = plan_routes(model.config.layers, budget.behind(), pieces, capacity)
         self._routes = {(one.layer, one.number): one for one in routes}
         self._errands: dict[int, Errands] = {}
 
@@ -69,14 +64,14 @@ class Ahead:
         yield route.add, Add(x, staging, owner.scales[route.number], target)
 
 
-def _rings(model: DeviceModel, budget: Budget, capacity: Sequence[int], *, roomy: bool) -> dict[int, list[Staging]]:
-    """Staging areas of each set that errands refine: as many as are in use at once, if no selection waits."""
+def _rings(model: DeviceModel, budget: Budget) -> dict[int, list[Staging]]:
+    """Staging areas of each set that errands refine: as many as are in use at once."""
     rings = {}
     behind, layers = budget.behind(), model.config.layers
     for number, name in enumerate(SETS):
         outputs, inputs = model.config.set_shape(name)
         if budget.by_errands(name):
-            routes = plan_routes(layers, behind, {number: _TOO_MANY}, capacity, roomy=roomy)
+            routes = plan_routes(layers, behind, {number: 1}, [0] * len(SETS))
             size = budget.k[name], inputs, record_bytes(outputs), model.device
             rings[number] = [Staging(*size) for _ in range(ring_size(routes))]
     return rings

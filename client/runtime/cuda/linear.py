@@ -23,10 +23,6 @@ class Linear(Protocol):
     bytes: int
     """Device memory that one product has to read."""
 
-    @property
-    def roomy(self) -> bool:
-        """Errands have threads of their own beside its product, from beginning to end."""
-
     def multiply(self, x: Tensor, y: Tensor, *, early: bool, errands: Errands | None = None) -> Tensor:
         """The product [rows] with ``x`` [inputs]: in ``y``, or in a tensor of its own that a captured graph keeps.
 
@@ -47,11 +43,6 @@ class LowbitLinear:
         self.weights = weights
         self._plan = plan or default_plan(weights)
 
-    @property
-    def roomy(self) -> bool:
-        """As :class:`Linear`: streams give them some."""
-        return isinstance(self._plan, StreamPlan)
-
     def multiply(self, x: Tensor, y: Tensor, *, early: bool, errands: Errands | None = None) -> Tensor:
         """As :class:`Linear`; the result is in ``y``."""
         plan = self._plan._replace(early=early and self._plan.early)
@@ -61,8 +52,6 @@ class LowbitLinear:
 
 class DenseLinear:
     """A matrix of 16-bit floats, multiplied by torch: the baseline."""
-
-    roomy = False
 
     def __init__(self, weight: Tensor) -> None:
         """Keep ``weight`` [rows, inputs]."""

@@ -10,8 +10,7 @@ three errands, each in a later launch than the one before: *select* channels, *f
   ``w + behind``, at the latest beside the product ``2 · (w + behind) - 1`` that is added there, too.
 
 A selection takes as long as the shortest products. A reader's that would ride on such a one waits for the next but one,
-which is longer, where few records are left to be fetched in less time. (A writer's did worse there, on an H200.) Where
-any launch has room, a writer's rides on its own product if that is longer than the next.
+which is longer, where few records are left to be fetched in less time. (A writer's did worse there, on an H200.)
 
 Between selecting and adding, records are fetched wherever the link has time; what is due first comes first. What has no
 launch between (the first layer's readers, the last layer's ``down``, every set with behind = 0) has no route: it is
@@ -67,9 +66,7 @@ class Route(NamedTuple):
     add: int
 
 
-def plan_routes(
-    layers: int, behind: Sequence[int], pieces: Mapping[int, int], capacity: Sequence[int], *, roomy: bool = False
-) -> list[Route]:
+def plan_routes(layers: int, behind: Sequence[int], pieces: Mapping[int, int], capacity: Sequence[int]) -> list[Route]:
     """Routes of all layers, in the order of their selections.
 
     Args:
@@ -77,14 +74,13 @@ def plan_routes(
         behind: positions of each set's lead or lag.
         pieces: of one selection's records, for each set that is refined.
         capacity: pieces that can be fetched beside each set's product.
-        roomy: every launch has threads for a selection, also where a product fills the device.
     """
     routes: list[Route] = []
     for number in pieces:
         if behind[number]:
             make = _reader if number % 2 == 0 else _writer
             found = (make(layer, number, behind[number], layers) for layer in range(layers))
-            routes += [_placed(route, pieces[number], capacity, roomy=roomy) for route in found if route is not None]
+            routes += [_waiting(route, pieces[number], capacity) for route in found if route is not None]
     return sorted(_with_parts(routes, pieces, capacity, _SETS * layers), key=lambda one: (one.select, one.number))
 
 
@@ -116,17 +112,11 @@ def _writer(layer: int, number: int, behind: int, layers: int) -> Route | None:
     return Route(layer, number, -1, target, own + 1, (), last - 1 if last >= own + 6 else last)
 
 
-def _placed(route: Route, pieces: int, capacity: Sequence[int], *, roomy: bool) -> Route:
-    """A route with its selection beside a longer product: a reader's later, if enough time is left to fetch; a
-    writer's earlier, if there is room.
-    """
-    if route.target >= 0:
-        own = _SETS * route.layer + route.number
-        earlier = roomy and route.select > own and capacity[own % _SETS] > capacity[route.select % _SETS]
-        return route._replace(select=own) if earlier else route
+def _waiting(route: Route, pieces: int, capacity: Sequence[int]) -> Route:
+    """A reader's route with its selection beside a longer product, if enough time is left to fetch."""
     later = route.select + _SETS // 2
     left = sum(capacity[launch % _SETS] for launch in range(later + 1, route.add))
-    longer = capacity[later % _SETS] > capacity[route.select % _SETS]
+    longer = route.target < 0 and capacity[later % _SETS] > capacity[route.select % _SETS]
     return route._replace(select=later) if longer and left >= _SPARE * pieces else route
 
 

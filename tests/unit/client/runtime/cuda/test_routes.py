@@ -11,11 +11,10 @@ CAPACITY = (5000, 1600, 48000, 20000)
 BEHIND = [(b, b, b, b) for b in range(5)] + [(2, 1, 4, 3), (0, 3, 0, 4), (1, 4, 2, 0)]
 
 
-@pytest.mark.parametrize("roomy", [False, True])
 @pytest.mark.parametrize("layers", [1, 2, 3, 9])
 @pytest.mark.parametrize("behind", BEHIND)
-def test_each_errand_finds_what_the_one_before_left(layers: int, behind: tuple[int, ...], roomy: bool) -> None:
-    for route in plan_routes(layers, behind, PIECES, CAPACITY, roomy=roomy):
+def test_each_errand_finds_what_the_one_before_left(layers: int, behind: tuple[int, ...]) -> None:
+    for route in plan_routes(layers, behind, PIECES, CAPACITY):
         launches = [route.select, *(part.launch for part in route.parts), route.add]
         assert launches == sorted(set(launches))
         assert 0 <= route.select < route.add < 4 * layers
@@ -46,10 +45,9 @@ def test_they_lead_and_lag_by_so_many_positions(layers: int, behind: tuple[int, 
     assert missing <= {(0, 0), (layers - 1, 3)}
 
 
-@pytest.mark.parametrize("roomy", [False, True])
 @pytest.mark.parametrize("behind", BEHIND)
-def test_nothing_is_written_twice_at_once_or_too_early(behind: tuple[int, ...], roomy: bool) -> None:
-    routes = plan_routes(9, behind, PIECES, CAPACITY, roomy=roomy)
+def test_nothing_is_written_twice_at_once_or_too_early(behind: tuple[int, ...]) -> None:
+    routes = plan_routes(9, behind, PIECES, CAPACITY)
     added = [(route.number, route.target, route.add) for route in routes if route.target >= 0]
     assert len(set(added)) == len(added)
     for number in PIECES:
@@ -84,14 +82,6 @@ def test_few_records_are_selected_beside_a_long_product() -> None:
     readers = [route for route in routes if 1 < route.layer < 7 and route.target < 0]
     assert {route.select % 4 for route in readers} == {2}
     assert all(route.select % 4 == 0 for route in plan_routes(9, (0, 0, 3, 0), PIECES, CAPACITY))
-
-
-def test_where_there_is_room_no_selection_rides_on_a_short_product() -> None:
-    few = {0: 700, 1: 500, 2: 3000, 3: 1800}
-    routes = plan_routes(9, (3, 3, 3, 3), few, CAPACITY, roomy=True)
-    assert {(route.number, route.select % 4) for route in routes if 1 < route.layer < 7} == {
-        (0, 2), (1, 2), (2, 2), (3, 3)
-    }  # fmt: skip
 
 
 def test_a_longer_product_leaves_more_time_to_the_link() -> None:
