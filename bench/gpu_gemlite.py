@@ -1,5 +1,6 @@
 """Baseline: linear layers of Llama-3.1-8B with gemlite's int4 weights, groups of 128, one token, a graph a shape."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -19,8 +20,12 @@ def main() -> None:
     import gemlite
     from gemlite.helper import A16Wn
 
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=list(SHAPES), choices=list(SHAPES), help="it tunes each for long")
+    chosen = parser.parse_args().only
     total = 0.0
-    for name, (rows, inputs) in SHAPES.items():
+    for name in chosen:
+        rows, inputs = SHAPES[name]
         make = A16Wn(device="cuda:0", dtype=torch.float16)
         layers = []
         for _ in range(1 + max(3, int(3e8 / (rows * inputs / 2)))):
@@ -34,7 +39,9 @@ def main() -> None:
         took = microseconds(lambda layers=layers, x=x: [layer(x) for layer in layers]) / len(layers)
         total += took * LAYERS
         print(f"{name}: {took:.2f} us, error {error:.1e}", flush=True)
-    print(f"gemlite {gemlite.__version__} int4 stack: {total / 1e3:.4f} ms", flush=True)
+    print(
+        f"gemlite {gemlite.__version__} int4, {LAYERS} layers of {', '.join(chosen)}: {total / 1e3:.4f} ms", flush=True
+    )
 
 
 if __name__ == "__main__":
