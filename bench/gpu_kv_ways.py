@@ -88,7 +88,7 @@ class Ways:
 
 @contextmanager
 def without(kinds: list[str]) -> Iterator[None]:
-    """No errands of these ``kinds``: shares, rank, ask or bring."""
+    """No errands of these ``kinds``: shares, rank, list, ask or bring."""
     real = SelectedBefore._make
 
     def make(self: SelectedBefore, *arguments: Any) -> Any:
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--without", nargs="*", default=[], choices=["shares", "rank", "ask", "bring"])
+    parser.add_argument("--without", nargs="*", default=[], choices=["shares", "rank", "list", "ask", "bring"])
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)

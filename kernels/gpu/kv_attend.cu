@@ -354,7 +354,7 @@ kv_attend(const u16* queries, const u16* new_keys, const u16* new_values, const 
   attend_split<D, KEY_BITS, VALUE_BITS, 0, 0, HEADS, TOKENS, false>(in, {}, blockIdx.x % splits, blockIdx.x / splits);
 }
 
-// The same, refined. Blocks: KINDS · owners for errands if there are any, and batch · kv_heads · splits.
+// The same, refined. Blocks: ERRAND_BLOCKS · owners for errands if there are any, and batch · kv_heads · splits.
 template <int D, int KEY_BITS, int VALUE_BITS, int KEY_FINE, int VALUE_FINE, int HEADS, int GROUP>
 __global__ void __launch_bounds__(32 * WARPS, HEADS > 4 ? 2 : 3)
 kv_attend_refined(const u16* queries, const u16* new_keys, const u16* new_values, const int* positions,
@@ -372,7 +372,7 @@ kv_attend_refined(const u16* queries, const u16* new_keys, const u16* new_values
   const Fetched fetched = {rows, numbers, room, stride};
   let_next_kernel_start();
   wait_for_previous_kernel();
-  const int other = errand ? (int)blockIdx.x - KINDS * owners : blockIdx.x;
+  const int other = errand ? (int)blockIdx.x - ERRAND_BLOCKS * owners : blockIdx.x;
   if (other < 0)
     run_errand<HEADS, TILE / GROUP, GROUP * D * (KEY_FINE + VALUE_FINE) / 128>(errand, blockIdx.x, owners,
                                                                                (u32*)block_memory);

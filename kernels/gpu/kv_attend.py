@@ -32,12 +32,12 @@ from strataflux.kernels.gpu.kv_work import Fetched, KvTiles, KvWork, check_heads
 from strataflux.kernels.kv_encode import KvFormat
 from strataflux.kernels.kv_pack import TILE_TOKENS
 
-__all__ = ["ERRAND_KINDS", "instance_name", "kv_attend", "refined_name", "shared_bytes"]
+__all__ = ["ERRAND_BLOCKS", "instance_name", "kv_attend", "refined_name", "shared_bytes"]
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 _WARPS: Final = 4
-ERRAND_KINDS: Final = 3
-"""Blocks of each KV head that run a launch's errands: one ranks, one makes shares, one asks and brings."""
+ERRAND_BLOCKS: Final = 5
+"""Blocks of each KV head that run a launch's errands: two make shares; one each ranks, lists, and asks and brings."""
 _ALWAYS_ALLOWED: Final = 40 << 10  # 48 KiB less what the source declares itself
 
 _ROWS = tl.constexpr(16)
@@ -360,7 +360,7 @@ def _launch(
         arguments += [np.uint64(t.data_ptr()) for t in (work.changes, fetched.rows, fetched.numbers)]
         arguments.append(np.uint64(0 if errands is None else errands.data_ptr()))
         arguments += [np.int32(value) for value in (owners, room, stride)]
-        blocks += 0 if errands is None else ERRAND_KINDS * owners
+        blocks += 0 if errands is None else ERRAND_BLOCKS * owners
     starts_early = early and device_capability(device) >= (9, 0)
     function = _function(name, size, device)
     function.launch(blocks, 32 * _WARPS, arguments, early=starts_early, shared_bytes=size)

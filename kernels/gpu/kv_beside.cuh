@@ -1,7 +1,8 @@
 // What is done for refinement to come by a few blocks of an attention's launch, or of one of their own: errands.
 //
-// A selection takes two launches, each with one block of each KV head: the first makes shares of groups and counts them
-// by their leading bits, the second ranks and lists them. One more block asks for what was listed and fetches records.
+// A selection takes three launches: in the first, SHARERS blocks of each KV head make shares of groups and count them by
+// their leading bits; in the second one block ranks them, in the third one lists. One more block asks for what was listed
+// and fetches records.
 // Errands are a row of 64-bit numbers in device memory, made by kv_beside.py in this order. Where the first pointer of
 // one is null it is not done.
 #pragma once
@@ -11,19 +12,20 @@
 enum {
   POSITIONS, TABLE_OF_TILES, KV_HEADS, SPLITS, PIECES_OF_HEAD, MOST_TILES, ROOM,
   SHARE_SUMS, SHARE_TOPS, SHARE_TOTALS, SHARE_TILE_TOPS, SHARE_TO, SHARE_BINS,
-  RANK_SHARES, RANK_BINS, RANK_GROUPS, RANK_STRENGTHS, RANK_COUNTS, NUMERATOR, DENOMINATOR,
+  RANK_SHARES, RANK_BINS, RANK_FLOORS, NUMERATOR, DENOMINATOR,
+  LIST_SHARES, LIST_FLOORS, LIST_GROUPS, LIST_COUNTS, LIST_STRENGTHS,
   ASK_GROUPS, ASK_COUNTS, ASK_STRENGTHS, ASK_OID,
   FETCH_GROUPS, FETCH_COUNTS, FETCH_STRENGTHS, FETCH_NUMBERS, FETCH_HELD, FETCH_WHERE, FETCH_ROWS, FETCH_OID,
   ATTACH_BLOCK, SCORE_THRESHOLDS, RECORD_BASES, KV_TABLE, LISTS, ROW_STRIDE, ERRAND_CELLS
 };
-const int KINDS = 3;  // of errands: blocks of each KV head
+const int SHARERS = 2, ERRAND_BLOCKS = SHARERS + 3;  // of each KV head
 
 template <typename Value>
 __device__ __forceinline__ Value* pointer_at(const i64* errand, int cell) { return (Value*)load_cell(errand + cell); }
 
-// Shares of a KV head's groups, and how many have the same leading bits.
+// Shares of a KV head's groups, and how many have the same leading bits: part `part` of SHARERS.
 template <int HEADS, int OF_TILE>
-__device__ __forceinline__ void share_groups(const i64* errand, int owner, u32* memory) {
+__device__ __forceinline__ void share_groups(const i64* errand, int owner, int part, u32* memory) {
   const int WARPS = FETCHING / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int DEEP = HEADS > 4 ? 1 : HEADS > 2 ? 2 : 4;  // so that what is under way fits into registers
   const float* sums = pointer_at<const float>(errand, SHARE_SUMS);
@@ -54,7 +56,7 @@ __device__ __forceinline__ void share_groups(const i64* errand, int owner, u32* 
     if (lane == 0) most[h] = top, total[h] = 1 / all;
   }
   __syncthreads();
-  for (int base = 0; base < count; base += 4 * DEEP * FETCHING) {
+  for (int base = 4 * DEEP * FETCHING * part; base < count; base += 4 * DEEP * FETCHING * SHARERS) {
     Four sum[DEEP][HEADS];
     float tile_top[DEEP][HEADS];
 #pragma unroll
@@ -87,7 +89,8 @@ __device__ __forceinline__ void share_groups(const i64* errand, int owner, u32* 
   }
   __syncthreads();
   u32* bins = pointer_at<u32>(errand, SHARE_BINS) + (size_t)owner * BINS;
-  for (int i = threadIdx.x; i < BINS; i += FETCHING) bins[i] = counted[i];
+  for (int i = threadIdx.x; i < BINS; i += FETCHING)
+    if (counted[i]) atomicAdd(bins + i, counted[i]);
 }
 
 // The bin in which the `wanted`-th largest lies. A thread has some bins in a row, the highest ones first.
@@ -122,34 +125,44 @@ __device__ __forceinline__ void for_fours(const float* shares, int begin, int en
   }
 }
 
-// Lists a KV head's strongest groups, ascending.
+// Where a KV head's groups lie, and the part of them that this warp has.
+template <int OF_TILE>
+struct Part {
+  int count, selected, begin, end;
+  size_t first;
+  __device__ __forceinline__ Part(const i64* errand, int owner, int warp) {
+    const int WARPS = FETCHING / 32, kv_heads = (int)load_cell(errand + KV_HEADS);
+    count = groups_of(pointer_at<const int>(errand, POSITIONS), owner / kv_heads, OF_TILE);
+    selected = count ? (int)max(count * load_cell(errand + NUMERATOR) / load_cell(errand + DENOMINATOR), (i64)1) : 0;
+    const int part = (count + 128 * WARPS - 1) / (128 * WARPS) * 128;
+    begin = warp * part, end = min(count, begin + part);
+    first = (size_t)owner * load_cell(errand + MOST_TILES) * OF_TILE;
+  }
+};
+
+// Finds the share of a KV head's weakest selected group, and how many that have it are selected.
 template <int OF_TILE>
 __device__ __forceinline__ void rank_groups(const i64* errand, int owner, u32* memory) {
-  const int WARPS = FETCHING / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const float* shares = pointer_at<const float>(errand, RANK_SHARES);
   if (!shares) return;
   u32* counted = memory;
-  int *each = (int*)(memory + BINS), *ups = each + WARPS, *ties = ups + WARPS;
-  Digit* digit = (Digit*)(ties + WARPS);
-  const int kv_heads = (int)load_cell(errand + KV_HEADS), room = (int)load_cell(errand + ROOM);
-  const int count = groups_of(pointer_at<const int>(errand, POSITIONS), owner / kv_heads, OF_TILE);
-  const i64 numerator = load_cell(errand + NUMERATOR), denominator = load_cell(errand + DENOMINATOR);
-  const int selected = count ? (int)max(count * numerator / denominator, (i64)1) : 0;
-  if (threadIdx.x == 0) pointer_at<int>(errand, RANK_COUNTS)[owner] = selected;
-  if (!count) return;
-  shares += (size_t)owner * load_cell(errand + MOST_TILES) * OF_TILE;
-  const u32* bins = pointer_at<const u32>(errand, RANK_BINS) + (size_t)owner * BINS;
-  const int part = (count + 128 * WARPS - 1) / (128 * WARPS) * 128, begin = warp * part, end = min(count, begin + part);
-  for (int i = threadIdx.x; i < BINS; i += FETCHING) counted[i] = load_word(bins + i);
+  int* each = (int*)(memory + BINS);
+  Digit* digit = (Digit*)(each + FETCHING / 32);
+  const Part<OF_TILE> of(errand, owner, warp);
+  if (!of.count) return;
+  shares += of.first;
+  u32* bins = pointer_at<u32>(errand, RANK_BINS) + (size_t)owner * BINS;
+  for (int i = threadIdx.x; i < BINS; i += FETCHING) counted[i] = load_word(bins + i), bins[i] = 0;
   __syncthreads();
-  Digit at = bin_of(counted, selected, each, digit, warp, lane);
+  Digit at = bin_of(counted, of.selected, each, digit, warp, lane);
   u32 floor = (u32)at.bin << BIN_SHIFT;
   for (int low = BIN_SHIFT - DIGIT; low > -DIGIT; low -= DIGIT) {  // bits 8 to 18, then 0 to 7
     const int shift = max(low, 0), bits = min(DIGIT, DIGIT + low);
     __syncthreads();
     for (int i = threadIdx.x; i < BINS; i += FETCHING) counted[i] = 0;
     __syncthreads();
-    for_fours(shares, begin, end, lane, [&](const Four& four, int) {
+    for_fours(shares, of.begin, of.end, lane, [&](const Four& four, int) {
 #pragma unroll
       for (int i = 0; i < 4; i++)
         if ((four.bits[i] ^ floor) >> (shift + bits) == 0)
@@ -159,8 +172,25 @@ __device__ __forceinline__ void rank_groups(const i64* errand, int owner, u32* m
     at = bin_of(counted, at.wanted, each, digit, warp, lane);
     floor |= (u32)at.bin << shift;
   }
+  if (threadIdx.x == 0) pointer_at<i64>(errand, RANK_FLOORS)[owner] = (i64)floor << 32 | (u32)at.wanted;
+}
+
+// Lists a KV head's groups from that share on, ascending.
+template <int OF_TILE>
+__device__ __forceinline__ void list_groups(const i64* errand, int owner, u32* memory) {
+  const int WARPS = FETCHING / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const float* shares = pointer_at<const float>(errand, LIST_SHARES);
+  if (!shares) return;
+  int *ups = (int*)memory, *ties = ups + WARPS;
+  const Part<OF_TILE> of(errand, owner, warp);
+  if (threadIdx.x == 0) pointer_at<int>(errand, LIST_COUNTS)[owner] = of.selected;
+  if (!of.count) return;
+  shares += of.first;
+  const i64 found = load_cell(pointer_at<const i64>(errand, LIST_FLOORS) + owner);
+  const u32 floor = (u32)(found >> 32);
+  const int wanted = (int)(u32)found;
   int above = 0, level = 0;  // of this lane: above the floor, and on it
-  for_fours(shares, begin, end, lane, [&](const Four& four, int) {
+  for_fours(shares, of.begin, of.end, lane, [&](const Four& four, int) {
 #pragma unroll
     for (int i = 0; i < 4; i++) above += (int)four.bits[i] > (int)floor, level += four.bits[i] == floor;
   });
@@ -173,12 +203,14 @@ __device__ __forceinline__ void rank_groups(const i64* errand, int owner, u32* m
   __syncthreads();
   above = level = 0;
   for (int w = 0; w < warp; w++) above += ups[w], level += ties[w];
-  int* groups = pointer_at<int>(errand, RANK_GROUPS) + (size_t)owner * room;
-  u32* strengths = pointer_at<u32>(errand, RANK_STRENGTHS) + (size_t)owner * room;
-  for_fours(shares, begin, end, lane, [&](const Four& four, int first) {
+  const size_t room = (size_t)owner * load_cell(errand + ROOM);
+  int* groups = pointer_at<int>(errand, LIST_GROUPS) + room;
+  u32* strengths = pointer_at<u32>(errand, LIST_STRENGTHS) + room;
+  for_fours(shares, of.begin, of.end, lane, [&](const Four& four, int first) {
     u32 mine = 0;  // above the floor, and in the upper half on it
 #pragma unroll
     for (int i = 0; i < 4; i++) mine += ((int)four.bits[i] > (int)floor) + ((u32)(four.bits[i] == floor) << 16);
+    if (!__ballot_sync(LANES, mine != 0)) return;
     u32 upto = mine;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -189,8 +221,8 @@ __device__ __forceinline__ void rank_groups(const i64* errand, int owner, u32* m
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const bool tie = four.bits[i] == floor;
-      if ((int)four.bits[i] < (int)floor || (tie && own_ties >= at.wanted)) continue;
-      const int place = own_ups + min(own_ties, at.wanted);
+      if ((int)four.bits[i] < (int)floor || (tie && own_ties >= wanted)) continue;
+      const int place = own_ups + min(own_ties, wanted);
       groups[place] = first + i, strengths[place] = four.bits[i];
       if (tie) own_ties++;
       else own_ups++;
@@ -228,10 +260,12 @@ __device__ __forceinline__ void ask_and_fetch(const i64* errand, int owner, u32*
   if (asked.numbers) ask_for(lookup, blocks, asked, owner);
 }
 
-// Block `number` of the KINDS for each of `owners` KV heads; those that take longest come first.
+// Block `number` of the ERRAND_BLOCKS for each of `owners` KV heads; those that take longest come first.
 template <int HEADS, int OF_TILE, int PIECES>
 __device__ __forceinline__ void run_errand(const i64* errand, int number, int owners, u32* memory) {
-  if (number < owners) rank_groups<OF_TILE>(errand, number, memory);
-  else if (number < 2 * owners) share_groups<HEADS, OF_TILE>(errand, number - owners, memory);
-  else ask_and_fetch<OF_TILE, PIECES>(errand, number - 2 * owners, memory);
+  const int kind = number / owners, owner = number % owners;
+  if (kind < SHARERS) share_groups<HEADS, OF_TILE>(errand, owner, kind, memory);
+  else if (kind == SHARERS) rank_groups<OF_TILE>(errand, owner, memory);
+  else if (kind == SHARERS + 1) ask_and_fetch<OF_TILE, PIECES>(errand, owner, memory);
+  else list_groups<OF_TILE>(errand, owner, memory);
 }

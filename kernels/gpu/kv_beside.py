@@ -9,7 +9,7 @@ counted, stamped and, where something is absent still, asked for as in :mod:`str
 
 All of it is *errands* of an attention's launch, for other layers: some blocks more, and no launch and no stream of its
 own. Products and attention fill a device; what ran beside them would hold up a block of theirs, and so all of them. A
-selection takes two launches in a row. The fast path is CUDA C++ (kv_beside.cuh), where an errand is a row of 64-bit
+selection takes three launches in a row. The fast path is CUDA C++ (kv_beside.cuh), where an errand is a row of 64-bit
 numbers in device memory; on the portable one errands are launches of their own. Ours.
 """
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from strataflux.kernels.cuda_build import has_fast_path, load_function
-from strataflux.kernels.gpu.kv_attend import ERRAND_KINDS
+from strataflux.kernels.gpu.kv_attend import ERRAND_BLOCKS
 from strataflux.kernels.gpu.kv_fetch import ask_portable, bring_portable
 from strataflux.kernels.gpu.kv_select import kv_select
 from strataflux.kernels.gpu.kv_work import Fetched, KvRecords, KvTiles, KvWork, Listed
@@ -46,7 +46,8 @@ class Beside:
         records: where records are found.
         fraction: how many of the groups in tiles are selected, above 0 and at most 1.
         shares: attention with refiners left sums of groups there, in a launch before; its shares are overwritten.
-        rank: shares were made there, in a launch before; and the list that is overwritten with the strongest groups.
+        rank: shares were made there, in a launch before; its floors are overwritten.
+        list: they were ranked there, in a launch before; and the list that is overwritten with the strongest groups.
         ask: a list, and the layer's first record in a block: ``layer · kv_heads · groups_per_tile``.
         bring: a layer's list is brought, into the rows whose turn it is by the step's number; and its first record.
     """
@@ -56,13 +57,15 @@ class Beside:
     records: KvRecords
     fraction: Fraction
     shares: KvWork | None = None
-    rank: tuple[KvWork, Listed] | None = None
+    rank: KvWork | None = None
+    list: tuple[KvWork, Listed] | None = None
     ask: tuple[Listed, int] | None = None
     bring: tuple[Fetched, int] | None = None
 
     def row(self) -> Tensor:
         """The errands as kv_beside.cuh reads them, int64 on the device. Not while a graph is captured."""
-        cells = [*self._common(), *self._share_cells(), *self._rank_cells(), *self._ask_cells(), *self._bring_cells()]
+        cells = [*self._common(), *self._share_cells(), *self._rank_cells(), *self._list_cells(), *self._ask_cells()]
+        cells += self._bring_cells()
         records = self.records
         cells += [records.block.data_ptr(), records.thresholds.data_ptr(), records.bases.data_ptr(), records.table]
         lists, stride = 1, 0
@@ -82,11 +85,11 @@ class Beside:
         heads = 1 if self.shares is None else self.shares.heads // self.cache.kv_heads
         owners = self.cache.table.shape[0] * self.cache.kv_heads
         function = load_function(_SOURCE, instance_name(self.cache.form, heads), self.positions.get_device())
-        function.launch(ERRAND_KINDS * owners, _THREADS, [np.uint64(row.data_ptr()), np.int32(owners)], early=False)
+        function.launch(ERRAND_BLOCKS * owners, _THREADS, [np.uint64(row.data_ptr()), np.int32(owners)], early=False)
 
     def _run_portable(self) -> None:
-        if self.rank is not None:  # shares are made on the way
-            kv_select(self.positions, self.rank[0], self.fraction, self.rank[1], path="triton")
+        if self.list is not None:  # shares are made and ranked on the way
+            kv_select(self.positions, self.list[0], self.fraction, self.list[1], path="triton")
         if self.ask is not None:
             ask_portable(self.cache, self.records, *self.ask)
         if self.bring is not None:
@@ -99,8 +102,8 @@ class Beside:
 
     def _room(self) -> int:
         """Groups that a list has room for: all lists the same."""
-        if self.rank is not None:
-            return self.rank[1].groups.shape[1]
+        if self.list is not None:
+            return self.list[1].groups.shape[1]
         if self.ask is not None:
             return self.ask[0].groups.shape[1]
         return 0 if self.bring is None else self.bring[0].listed.groups.shape[1]
@@ -114,10 +117,14 @@ class Beside:
     def _rank_cells(self) -> Sequence[int]:
         fraction = self.fraction.numerator, self.fraction.denominator
         if self.rank is None:
-            return [0, 0, 0, 0, 0, *fraction]
-        work, to = self.rank
-        tensors = (work.shares, work.bins, to.groups, to.strengths, to.counts)
-        return [*(t.data_ptr() for t in tensors), *fraction]
+            return [0, 0, 0, *fraction]
+        return [*(t.data_ptr() for t in (self.rank.shares, self.rank.bins, self.rank.floors)), *fraction]
+
+    def _list_cells(self) -> Sequence[int]:
+        if self.list is None:
+            return [0] * 5
+        work, to = self.list
+        return [t.data_ptr() for t in (work.shares, work.floors, *to)]
 
     def _ask_cells(self) -> Sequence[int]:
         return [0, 0, 0, 0] if self.ask is None else [*(t.data_ptr() for t in self.ask[0]), self.ask[1]]

@@ -104,7 +104,8 @@ class Steps:
         common = self.case.positions, self.case.cache, records, FRACTION
         return [
             Beside(*common, shares=self.work),
-            Beside(*common, rank=(self.work, listed)),
+            Beside(*common, rank=self.work),
+            Beside(*common, list=(self.work, listed)),
             Beside(*common, ask=(listed, first)),
             Beside(*common, bring=(self.fetched, first)),
         ]
@@ -288,7 +289,7 @@ def test_errands_list_equal_shares_by_lower_number(device: torch.device, path: W
     strong = torch.ones(groups).index_fill_(0, torch.arange(7, groups, 100), 3.0)
     for shares in (torch.ones(groups), strong, torch.rand(groups, generator=torch.Generator().manual_seed(2))):
         work.sums[0] = shares
-        for errand in (Beside(*common, shares=work), Beside(*common, rank=(work, listed))):
+        for errand in (Beside(*common, shares=work), Beside(*common, rank=work), Beside(*common, list=(work, listed))):
             errand.launch(errand.row(), path=path)
         expected = select_reference(shares, groups // 16)
         assert listed.groups[0].tolist() == sorted(expected.tolist())

@@ -2,9 +2,9 @@
 
 A layer is one launch of attention and one that merges. Attention refines from records that are in device memory, and
 takes errands along for other layers (:mod:`~strataflux.kernels.gpu.kv_beside`): by the time of layer L the shares of
-layer L - 1 are made, the groups of L - 2 are ranked, those of L - 3 asked for, and the records of L + 1 brought, which
-its last step selected. So each record has nearly a step to come. What the last layers leave to be done, and the first
-one's records, are launches of their own at the end of the step, beside the product with the head.
+layer L - 1 are made, the groups of L - 2 are ranked, those of L - 3 listed, those of L - 4 asked for, and the records
+of L + 1 brought, which its last step selected. So each record has most of a step to come. What the last layers leave to
+be done, and the first one's records, are launches of their own at the end of the step, beside the head's product.
 
 What was looked up inside a step and lies in device memory stays, whatever becomes of its slot.
 
@@ -23,7 +23,7 @@ from strataflux.client.runtime.cuda.kv_now import NewToken
 from strataflux.client.runtime.cuda.lanes import MAIN, InlineLanes, Lanes, StreamLanes, join
 from strataflux.client.runtime.models import ModelConfig
 from strataflux.kernels.cuda_build import has_fast_path
-from strataflux.kernels.gpu.kv_attend import ERRAND_KINDS, kv_attend
+from strataflux.kernels.gpu.kv_attend import ERRAND_BLOCKS, kv_attend
 from strataflux.kernels.gpu.kv_beside import Beside
 from strataflux.kernels.gpu.kv_merge import kv_merge
 from strataflux.kernels.gpu.kv_work import Fetched, KvRecords, KvTiles, KvWork, default_splits
@@ -32,7 +32,7 @@ from strataflux.kernels.kv_encode import KvFormat
 __all__ = ["SelectedBefore"]
 
 _SIDE: Final = 1
-_TURNS: Final = 3
+_TURNS: Final = 4
 """Launches from attention to a listed selection, its own included: so many working memories take turns."""
 _REFINERS: Final = 4
 """Programs that share a KV head's groups on the portable path."""
@@ -55,7 +55,7 @@ class SelectedBefore:
             records: where they are looked up.
         """
         device, owners = records.bases.device, config.kv_heads
-        splits = max(1, default_splits(device, owners, tiles, config.heads // owners) - ERRAND_KINDS)
+        splits = max(1, default_splits(device, owners, tiles, config.heads // owners) - ERRAND_BLOCKS)
         shape = (form, 1, config.heads, owners, tiles, device)
         # fixed after construction
         self._fraction, self._records, self._fast = fraction, records, has_fast_path(records.bases)
@@ -113,7 +113,7 @@ class SelectedBefore:
         def there(layer: int) -> bool:
             return 0 <= layer < len(layers)
 
-        shared, ranked, asked, brought = number - 1, number - 2, number - 3, number + 1
+        shared, ranked, listed, asked, brought = number - 1, number - 2, number - 3, number - 4, number + 1
         if number == len(layers) - 1 + _TURNS:
             brought = 0
         return Beside(
@@ -122,7 +122,8 @@ class SelectedBefore:
             self._records,
             self._fraction,
             self._works[shared % _TURNS] if there(shared) else None,
-            (self._works[ranked % _TURNS], layers[ranked].listed) if there(ranked) else None,
+            self._works[ranked % _TURNS] if there(ranked) else None,
+            (self._works[listed % _TURNS], layers[listed].listed) if there(listed) else None,
             (layers[asked].listed, first(asked)) if there(asked) else None,
             (layers[brought], first(brought)) if there(brought) else None,
         )

@@ -100,7 +100,9 @@ class Step:
             added = self._multiply(number, _DOWN)
         self._advance(self._last, self.model.norm, added, self._final)
         self._lanes.run(MAIN, self._finish)
+        # What attention has beside still reads the position.
         self._lanes.run(MAIN, lambda _: self.attention.join())
+        self._lanes.run(MAIN, lambda _: self.position.add_(1))
         self._refining.end()
 
     def _read(self, layer: int, number: int, norm: Tensor, added: Tensor | None) -> Tensor:
@@ -146,4 +148,3 @@ class Step:
     def _finish(self, early: bool) -> None:  # noqa: ARG002 (torch launches these)
         torch.mm(self._final[None], self.model.head.t(), out=self.logits[None])
         self.sampler.choose(self.logits, self.token)
-        self.position.add_(1)
