@@ -166,6 +166,9 @@ def refused_by_script(words: list[str]) -> str | None:
     if not path.exists():
         return "no such script"
     text = path.read_text()
+    # Scripts share options by functions of their neighbours.
+    beside = [path.with_name(f"{name}.py") for name in re.findall(r"^from (\w+) import", text, re.MULTILINE)]
+    text += "".join(other.read_text() for other in beside if other.exists())
     return next((word for word in words[1:] if word.startswith("--") and f'"{word}"' not in text), None)
 
 
