@@ -192,6 +192,17 @@ def test_splits_change_nothing(score_splits: int, mix_splits: int, launch: Launc
     assert _relative(outs[1], outs[0].double()) < 1e-3  # weights are rounded relative to other maxima
 
 
+@pytest.mark.parametrize(
+    ("kind", "width", "heads", "plan"),
+    [("fp8", 160, 2, (4, 1)), ("fp8", 292, 2, (4, 2)), ("fp8", 293, 2, (3, 2)), ("int8", 84, 2, (3, 2)),
+     ("half", 682, 2, (2, 1)), ("half", 682, 8, (1, 1))],
+)  # fmt: skip
+def test_a_plan_is_what_fits_and_was_fastest(kind: RebuildKind, width: int, heads: int, plan: tuple[int, int]) -> None:
+    cpu = torch.device("cpu")
+    made = random_heads(FsqGrid.uniform(width, 16), 1, 128, True, cpu)
+    assert default_plan(FsqDecoder(made, 1, cpu, kind), heads) == FsqPlan(*plan)
+
+
 def test_what_has_no_kernel_is_refused() -> None:
     cpu = torch.device("cpu")
     with pytest.raises(ValueError, match=r"coordinates of \[2, 4\] bits"):
