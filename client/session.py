@@ -177,7 +177,10 @@ class Session:
         """The first half of a :meth:`lookup`: how many are present now; the others are asked for, and never waited for
         here. The second is :meth:`collect`, in the same step. ``addresses`` is scratch.
         """
-        return self._look_up(table, oids, scores, addresses, again=False)
+        hits = self._look_up(table, oids, scores, addresses, again=False)
+        if hits < oids.size:  # within steps the daemon naps for longer than a read may take
+            self._attachment.ring_doorbell()
+        return hits
 
     def collect(self, table: int, oids: _Ids, scores: _Scores, addresses: _Addresses) -> int:
         """The second half: as :meth:`lookup` of what :meth:`ask` was given, with all that came meanwhile. What was not
@@ -203,16 +206,14 @@ class Session:
         """
         self._require_step()
         asked = self._prefetches.ask(self._block, table, oids, scores, most)
-        directory.checked(asked, self._block, table, oids)
-        if asked:  # within steps the daemon naps for longer than a read may take
+        if directory.checked(asked, self._block, table, oids):  # as above
             self._attachment.ring_doorbell()
         return asked
 
     def present(self, table: int, oids: _Ids, addresses: _Addresses) -> int:
         """As :meth:`lookup`, but ask for nothing, and keep nothing any longer for it. These are no look-ups."""
         self._require_step()
-        found = directory.find_present(self._block, table, oids, addresses)
-        return directory.checked(found, self._block, table, oids)
+        return directory.checked(directory.find_present(self._block, table, oids, addresses), self._block, table, oids)
 
     def renew(self) -> None:
         """Let go, within a long step, of what was found: addresses are void, slots that were evicted meanwhile are
