@@ -57,7 +57,7 @@ _PART_BITS = 2
 _WAITS = 8
 _LEARNT = 16384
 _TICKS_A_TURNOVER = 64
-_DUELS_FROM = 32  # ticks: before, too little is known of turns
+_DUELS_AFTER = 32  # ticks from the first choice on: until then, too little is known of turns
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 _LINE = 64
 
@@ -71,7 +71,8 @@ _LOOKS_A_MISS = _DRAWS + 6
 _OFFERED = _DRAWS + 7  # the slot named last
 _LATE, _NEXT_LATE = _DRAWS + 8, _DRAWS + 9  # whether uses are written down later; which of those that wait goes next
 _WAITING = _DRAWS + 10  # their slots, or -1, and behind them their times
-_DUEL = _WAITING + 2 * _WAITS
+_DUELS_FROM = _WAITING + 2 * _WAITS  # the tick, or 0
+_DUEL = _DUELS_FROM + 1
 _CLASSES = _DUEL + duel.SIZE
 
 # Numbers of a class, from _CLASSES + cls * _CLASS on.
@@ -325,6 +326,8 @@ def _choose(s: State, cls: int) -> None:
             pool.drop_lowest(n, at)
             pool.offer(n, at, slot, value)
     n[c + _CHOSEN], n[c + _CHOSEN_VALUE] = slot, value
+    if not n[_DUELS_FROM]:
+        n[_DUELS_FROM] = reuse.ticks(s) + _DUELS_AFTER
     prefetch(s.pasts, recall.first_way(s, wide(s.pasts[slot].tag)))
     following = pool.second(n, at)
     prefetch(s.pasts, recall.first_way(s, wide(s.pasts[following].tag)))
@@ -369,7 +372,7 @@ def _count(s: State, past: Any, known: bool, hit: int, time: int) -> None:
     n = s.numbers
     age = (time - wide(past.last)) & 0xFFFFFFFF if known else duel.UNKNOWN
     moves = not known or not reuse.repeats(age)
-    counts = reuse.ticks(s) > _DUELS_FROM and (hit == 1 or not known or age > 2 * reuse.delay(s))
+    counts = 0 < n[_DUELS_FROM] < reuse.ticks(s) and (hit == 1 or not known or age > 2 * reuse.delay(s))
     if duel.asked(n, _DUEL, time, age, hit, n[_RESIDENT], moves, counts):
         # What was found to be lowest was so by the other measure.
         n[_CALLS] += 1

@@ -27,12 +27,13 @@ _BIN = 8  # units of time in a bin, 1/32 tick
 _BINS = 4096  # LRU is taken to forget what was not used in 128 ticks
 _COUNTED = 2048  # room of the LRU that is counted, at most
 _WHOLE = 1024  # a hit
-_MARGIN = 2
+_MARGIN = 1
 _MEMORY = 1 << 14
 _LONGEST_TERM = 8 * _MEMORY
 _UNIT = 1 << 6  # of sums of parts of a hit
 _BEHIND = -256 * _WHOLE * _UNIT  # hits that LRU is behind at most, or a change would go unseen for long
-_SURE = 4  # the square of how many deviations
+_SURE = 2  # the square of how many deviations; half, since sums fade
+_DOUBT = 96 * _WHOLE * _WHOLE  # squares that are there from the start: LRU is not chosen for a few hits
 
 _MASK, _SHIFT = 0, 1  # of the hash of keys that are counted; log2 of one in how many
 _LEFT = 2  # requests until the other gets its chance again; 0 = it has it
@@ -128,7 +129,7 @@ def _compare(numbers: Any, at: int, ahead: int) -> bool:
     n[at + _AHEAD] = max(n[at + _AHEAD] + ahead * _UNIT - n[at + _AHEAD] // _MEMORY, _BEHIND)
     n[at + _SQUARES] += ahead * ahead - n[at + _SQUARES] // _MEMORY
     total = n[at + _AHEAD] // _UNIT
-    if total <= 0 or total * total <= _SURE * n[at + _SQUARES]:
+    if total <= 0 or total * total <= _SURE * (n[at + _SQUARES] + _DOUBT):
         return False
     n[at + _AHEAD] = n[at + _SQUARES] = 0
     n[at + _TERM] = _MEMORY if n[at + _SINCE] >= _MEMORY else min(2 * n[at + _TERM], _LONGEST_TERM)
