@@ -195,7 +195,7 @@ def test_splits_change_nothing(score_splits: int, mix_splits: int, launch: Launc
 @pytest.mark.parametrize(
     ("kind", "width", "heads", "plan"),
     [("fp8", 160, 2, (4, 1)), ("fp8", 292, 2, (4, 2)), ("fp8", 293, 2, (3, 2)), ("int8", 84, 2, (3, 2)),
-     ("half", 682, 2, (2, 1)), ("half", 682, 8, (1, 1))],
+     ("half", 682, 2, (2, 1)), ("half", 682, 8, (1, 2))],
 )  # fmt: skip
 def test_a_plan_is_what_fits_and_was_fastest(kind: RebuildKind, width: int, heads: int, plan: tuple[int, int]) -> None:
     cpu = torch.device("cpu")
