@@ -27,7 +27,7 @@ __device__ __forceinline__ Value* pointer_at(const i64* errand, int cell) { retu
 template <int HEADS, int OF_TILE>
 __device__ __forceinline__ void share_groups(const i64* errand, int owner, int part, u32* memory) {
   const int WARPS = FETCHING / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int DEEP = HEADS > 4 ? 1 : HEADS > 2 ? 2 : 4;  // so that what is under way fits into registers
+  const int DEEP = HEADS > 4 ? 2 : 4;  // so that what is under way fits into registers
   const float* sums = pointer_at<const float>(errand, SHARE_SUMS);
   if (!sums) return;
   u32* counted = memory;
@@ -111,7 +111,7 @@ __device__ __forceinline__ Digit bin_of(const u32* bins, int wanted, int* each, 
 // A warp's part of the shares, 128 at a time; `each` gets a lane's four and where they begin. Below any share: not there.
 template <typename Each>
 __device__ __forceinline__ void for_fours(const float* shares, int begin, int end, int lane, Each each) {
-  const int DEEP = 8;
+  const int DEEP = 16;
   for (int base = begin; base < end; base += 128 * DEEP) {
     Four four[DEEP];
 #pragma unroll
