@@ -248,7 +248,8 @@ def gemv(
         x: [batch, inputs] float16, contiguous, batch 1…16.
         y: [batch, rows] float32, contiguous, overwritten or added to.
         add: add to ``y``. The addition is atomic: another kernel may add to ``y`` at the same time.
-        plan: how the fast path spreads the work; chosen from the shape where None. Beside errands nothing streams.
+        plan: how the fast path spreads the work; chosen from the shape where None. Beside errands, and where a block of
+            the device has too little shared memory for it, nothing streams.
         path: ``"cuda"`` or ``"triton"``; where None the first that this machine has.
         errands: to run beside it: in blocks of the same launch, or on the portable path before it.
 
@@ -272,14 +273,14 @@ def gemv(
         gemv_triton(weights, x, y, add=add)
         return
     plan = plan or default_plan(weights, batch)
-    if errands is not None and isinstance(plan, StreamPlan):
-        plan = block_plan(weights)._replace(early=plan.early)
     if isinstance(plan, StreamPlan):
-        from strataflux.kernels.lowbit_gemv_stream import gemv_stream
+        from strataflux.kernels.lowbit_gemv_stream import fits, gemv_stream
 
-        gemv_stream(weights, x, y, add=add, plan=plan)
-    else:
-        _launch(weights, x, y, add, plan, errands)
+        if errands is None and fits(weights, plan, x.get_device()):
+            gemv_stream(weights, x, y, add=add, plan=plan)
+            return
+        plan = block_plan(weights)._replace(early=plan.early)
+    _launch(weights, x, y, add, plan, errands)
 
 
 def _launch(weights: LowbitWeights, x: Tensor, y: Tensor, add: bool, plan: Plan, errands: "Errands | None") -> None:

@@ -17,7 +17,7 @@ from strataflux.kernels.cuda_build import CudaFunction, device_capability, load_
 from strataflux.kernels.gpu.host_memory import device_attribute
 from strataflux.kernels.lowbit_gemv import STRIP, LowbitWeights, StreamPlan
 
-__all__ = ["gemv_stream", "shared_bytes", "stream_instance"]
+__all__ = ["fits", "gemv_stream", "shared_bytes", "stream_instance"]
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 _PIECE: Final = 16
@@ -42,6 +42,16 @@ def shared_bytes(weights: LowbitWeights, plan: StreamPlan, blocks: int) -> int:
     return _PIECE * (plan.warps * ring + 32 * strips) + sums
 
 
+def fits(weights: LowbitWeights, plan: StreamPlan, device: int) -> bool:
+    """Whether a block of a device has the shared memory for it: wide inputs take two bytes a channel."""
+    blocks = _blocks(weights, plan, device)
+    return shared_bytes(weights, plan, blocks) <= device_attribute("shared_bytes_of_a_block", device)
+
+
+def _blocks(weights: LowbitWeights, plan: StreamPlan, device: int) -> int:
+    return min(weights.words.shape[0], multiprocessors(device) * plan.share)
+
+
 def gemv_stream(weights: LowbitWeights, x: Tensor, y: Tensor, *, add: bool, plan: StreamPlan) -> None:
     """``y = w x`` or ``y += w x``; operands as :func:`~strataflux.kernels.lowbit_gemv.gemv` has checked them.
 
@@ -55,7 +65,7 @@ def gemv_stream(weights: LowbitWeights, x: Tensor, y: Tensor, *, add: bool, plan
             "strips"
         )
     device = x.get_device()
-    blocks = min(tiles, multiprocessors(device) * plan.share)
+    blocks = _blocks(weights, plan, device)
     size = max(shared_bytes(weights, plan, blocks), _crowding_bytes(device, plan.share))
     function = _function(stream_instance(weights, plan, add=add), size, device)
     pointers = [np.uint64(tensor.data_ptr()) for tensor in (weights.words, weights.meta, x, y)]

@@ -18,6 +18,7 @@ _ATTRIBUTES = {
     "host_native_atomics": 86,
     "pageable_memory_access": 88,
     "can_use_host_pointer": 91,
+    "shared_bytes_of_a_block": 97,
     "host_register": 99,
     "pageable_uses_host_page_tables": 100,
     "host_register_read_only": 113,

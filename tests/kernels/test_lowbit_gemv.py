@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from strataflux.kernels import lowbit_gemv_stream
+from strataflux.kernels import lowbit_gemv, lowbit_gemv_stream
 from strataflux.kernels.lowbit_gemv import (
     LowbitWeights,
     Plan,
     StreamPlan,
+    block_plan,
     default_plan,
     gemv,
     gemv_reference,
@@ -173,6 +174,19 @@ def test_a_stream_is_launched_over_the_multiprocessors_there_are(
     x, y = torch.randn(1, 768).half(), torch.ones(1, 100)
     gemv(packed, x, y, add=True, plan=plan, path="cuda")
     assert close(y, 1 + x.double() @ values.t())
+
+
+def test_what_shared_memory_does_not_hold_goes_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, _ = scaled(4, 32, 512, 128, torch.device("cpu"))
+    launched: list[Plan] = []
+    monkeypatch.setattr(lowbit_gemv_stream, "multiprocessors", lambda _: 2)
+    monkeypatch.setattr(lowbit_gemv, "_launch", lambda *arguments: launched.append(arguments[4]))
+    wanted = shared_bytes(packed, StreamPlan(2, 2), 2)
+    for has in (wanted, wanted - 1):
+        monkeypatch.setattr(lowbit_gemv_stream, "device_attribute", lambda *_, has=has: has)
+        assert lowbit_gemv_stream.fits(packed, StreamPlan(2, 2), 0) == (has == wanted)
+    gemv(packed, torch.zeros(1, 512).half(), torch.zeros(1, 32), plan=StreamPlan(2, 2), path="cuda")
+    assert launched == [block_plan(packed)]
 
 
 @pytest.mark.parametrize(("batch", "warps"), [(2, 1), (1, 3)])
