@@ -79,8 +79,9 @@ def main() -> None:
         tiers = [one.to(torch.device("cpu")) for one in divide_codes(source, codes, given, size, device)]
     for group in options.groups:
         asked = TierOptions(options.fraction, group)
-        found = evaluate_tiers(weights, tiers, references, asked, None, miss=Skip(), on_token=lambda: None)
-        put(row(asked, "no misses", found, way))
+        if not options.decoded_only:
+            found = evaluate_tiers(weights, tiers, references, asked, None, miss=Skip(), on_token=lambda: None)
+            put(row(asked, "no misses", found, way))
         for cache in options.caches:
             wanted = parse_cache(cache, asked.slots_of(tiers, options.window - 1), "--caches")
             daemon = PrivateDaemon(
@@ -132,6 +133,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--fraction", type=Fraction, default=Fraction(1, 32))
     parser.add_argument("--groups", type=lambda text: [int(part) for part in text.split(",")], default=[1])
+    parser.add_argument("--decoded-only", action="store_true", help="leave out what nothing missed would give")
     parser.add_argument("--caches", type=lambda text: text.split(","), default=["10%"])
     return parser.parse_args()
 
