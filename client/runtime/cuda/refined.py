@@ -1,7 +1,7 @@
 """A prepared model that decodes on a device: one captured step a token, refined by a daemon or from pinned memory."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -145,8 +145,10 @@ class DeviceDecoder:
         self._session = session
 
     def _kv_selections(self) -> int:
-        """Token groups that the last step looks up."""
-        return 0 if self._kv is None else self._kv.demand(self._prepared.config, self._context).selections
+        """Token groups that the last step asks for at most: what was brought before is not looked up again."""
+        if self._kv is None:
+            return 0
+        return replace(self._kv, kept_steps=1).demand(self._prepared.config, self._context).selections
 
     def _connect(self, session: DeviceSession) -> None:
         """Let the cache put its records there."""
