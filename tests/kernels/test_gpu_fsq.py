@@ -131,8 +131,8 @@ def _on_emulation(library: ctypes.CDLL) -> Launch:
         )
         if decoder.shares > 1:
             blocks = work.batch * work.heads * -(-work.blocks // 4)
-            tensors = (work.sums, work.squares, decoder.scalars, case.lengths, work.scores)
-            run(join_instance(decoder, work), blocks, 256, *tensors, kv_heads, work.blocks)
+            joined = (work.sums, work.squares, decoder.scalars, case.lengths, work.scores)
+            run(join_instance(decoder, work), blocks, 256, *joined, kv_heads, work.blocks)
         tensors = (case.codes, work.scores, case.lengths, work.parts)
         sizes = (work.heads, work.mix_splits, work.blocks)
         run(mix_instance(work), work.mix_blocks, work.mix_threads, *tensors, work.tops, work.totals, *sizes)
