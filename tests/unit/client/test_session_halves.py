@@ -91,3 +91,16 @@ def test_what_comes_just_after_the_look_up_is_not_missed(
             found = [ctypes.string_at(int(one), 480) for one in addresses]
         assert found == [record_bytes(manifest, oid) for oid in OIDS.tolist()]
         assert session.stats().waits == 0
+
+
+def test_what_is_asked_for_early_wakes_a_daemon_that_naps(
+    tmp_path: Path, daemon: FakeDaemon, manifest: StoreManifest
+) -> None:
+    with attach(tmp_path, manifest, Skip()) as session, session.step():
+        before = daemon.call(lambda: daemon.doorbells)
+        daemon.publish(0, *OIDS.tolist())
+        assert session.ask(0, OIDS, SCORES, np.zeros(3, np.uint64)) == 3
+        assert daemon.call(lambda: daemon.doorbells) == before
+        session.ask(0, OIDS + 5, SCORES, np.zeros(3, np.uint64))
+        while daemon.call(lambda: daemon.doorbells) == before:
+            pass
