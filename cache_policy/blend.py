@@ -229,8 +229,11 @@ def candidate(s: State, cls: int) -> int:
         if n[c + _LOOKED] != n[_CALLS]:
             n[c + _LOOKED] = n[_CALLS]
             pool.take_back(n, c + _POOL)
-        for _ in range(n[_LOOKS_A_MISS]):
-            _look(s, cls)
+        looks, seen = 0, 0
+        # Where slots are numbered sparsely, a line holds few.
+        while looks < n[_LOOKS_A_MISS] or (n[_LATE] and seen < WAYS and looks < blocks.BLOCK // WAYS):
+            seen += _look(s, cls)
+            looks += 1
         _choose(s, cls)
     n[_OFFERED] = n[c + _CHOSEN] if n[c + _COUNT] else NO_SLOT
     return n[_OFFERED]  # type: ignore[no-any-return]
@@ -279,16 +282,16 @@ def check_integrity(s: State) -> int:
 
 
 @borrowing
-def _look(s: State, cls: int) -> None:
-    """Look at the next part of a block that holds slots of ``cls``: the lowest of them joins the pool."""
+def _look(s: State, cls: int) -> int:
+    """Look at the next part of a block that holds slots of ``cls``, and how many; the lowest of them joins the pool."""
     n, c = s.numbers, _CLASSES + cls * _CLASS
-    best, lowest = NO_SLOT, 0
+    best, lowest, resident = NO_SLOT, 0, 0
     while best < 0:
-        resident = False
+        resident = 0
         first, size = blocks.part(s, cls, n[c + _NEXT])
         for slot in range(first, first + size):
             if s.pasts[slot].cls == cls:
-                resident = True
+                resident += 1
                 if pool.was_passed(n, c + _POOL, slot):
                     continue
                 value = _worth(s, s.pasts[slot])
@@ -303,6 +306,7 @@ def _look(s: State, cls: int) -> None:
     for slot in range(ahead, ahead + size, WAYS):
         prefetch(s.pasts, slot)
     pool.offer(n, c + _POOL, best, lowest)
+    return resident
 
 
 @borrowing
