@@ -10,6 +10,8 @@ directions of their own.
 Layers are gone through forwards and backwards with one of them in memory at a time; what is between them is kept.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
@@ -21,7 +23,9 @@ from strataflux.client.runtime.rope import rotary_table
 __all__ = ["sensitivities"]
 
 _TOKENS = 16384
-"""Of the text; states between layers take 4 bytes a token, layer and channel."""
+"""Of the text."""
+_AT_ONCE = 8192
+"""Of these; states between layers take 4 bytes a token, layer and channel."""
 _FIRST = 4
 _SEQUENCES = 2
 _ROWS = 512
@@ -36,7 +40,23 @@ def sensitivities(source: WeightSource, tokens: Tensor, device: torch.device, se
         device: where to compute.
         seed: of the tokens that are drawn.
     """
-    config, tokens = source.config, tokens[: -(-_TOKENS // tokens.shape[1])]
+    length = tokens.shape[1]
+    tokens = tokens[: -(-_TOKENS // length)]
+    parts = torch.split(tokens, max(_SEQUENCES, _AT_ONCE // length))
+    made = [_of_part(source, part, device, seed + number) for number, part in enumerate(parts)]
+    shares = [part.shape[0] / tokens.shape[0] for part in parts]
+    return [_mean(ones, shares) for ones in zip(*made, strict=True)]
+
+
+def _mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    total = torch.zeros_like(tensors[0])
+    for tensor, share in zip(tensors, shares, strict=True):
+        total += share * tensor
+    return total
+
+
+def _of_part(source: WeightSource, tokens: Tensor, device: torch.device, seed: int) -> list[Tensor]:
+    config = source.config
     cosine, sine = rotary_table(config, tokens.shape[1])
     turns = cosine.to(device), sine.to(device)
     states = [source.embedding()[tokens].to(device)]

@@ -53,6 +53,7 @@ def test_layer_by_layer_is_the_whole_model(
 
     monkeypatch.setattr(torch, "multinomial", likeliest)
     monkeypatch.setattr(fsq_sensitivity, "_ROWS", 37)
+    monkeypatch.setattr(fsq_sensitivity, "_AT_ONCE", 180)  # three sequences, then two
     source = tiny_source.with_config(**changes)
     found, expected = sensitivities(source, TOKENS[:5], CPU), at_once(DecoderWeights.read(source), TOKENS[:5])
     assert len(found) == len(source.config.whole)
