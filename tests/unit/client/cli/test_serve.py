@@ -12,6 +12,7 @@ import pytest
 from strataflux.client.cli.main import main
 from strataflux.client.prepare.settings import PrepareSettings
 from strataflux.client.prepare.write import prepare
+from strataflux.proto.extras import install_command
 from tests.unit.client.conftest import TinySource
 
 
@@ -78,4 +79,4 @@ def test_what_is_not_installed_is_named(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
     error = refusal(capsys, folder)
-    assert (error["found"], "strataflux[serve]" in error["remedy"]) == ("no uvicorn", True)
+    assert (error["found"], install_command("serve") in error["remedy"]) == ("no uvicorn", True)
