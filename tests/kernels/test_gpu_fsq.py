@@ -192,6 +192,18 @@ def test_splits_change_nothing(score_splits: int, mix_splits: int, launch: Launc
     assert _relative(outs[1], outs[0].double()) < 1e-3  # weights are rounded relative to other maxima
 
 
+def test_stages_are_used_again(launch: Launch, device: torch.device) -> None:
+    numbers = CASES[10]
+    case = _case_of((*numbers[:2], (2400,), *numbers[3:]), device)
+    decoder, _, plan = _prepared(case, numbers)
+    work = _work(case, 1, 1, 1)
+    assert case.codes.shape[1] > 2 * max(work.turns * work.stages, plan.teams * plan.stages)
+    out = torch.full(case.queries.shape, torch.nan, device=device)
+    launch(case, decoder, work, plan)
+    fsq_merge(work, decoder.values, out)
+    assert _relative(out, case.exactly()) < BOUNDS[numbers[0]]
+
+
 @pytest.mark.parametrize(
     ("kind", "width", "heads", "plan"),
     [("fp8", 160, 2, (4, 1)), ("fp8", 292, 2, (4, 2)), ("fp8", 293, 2, (3, 2)), ("int8", 84, 2, (3, 2)),
