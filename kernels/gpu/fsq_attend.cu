@@ -39,6 +39,8 @@ struct Lane {
   __device__ __forceinline__ u32 word(const u8* shared, int chunk, int r) const {
     if (chunk < BYTES / 16) return *(const u32*)(shared + whole + chunk * 1024 + r * 128);
     if (BYTES % 16 == 0) return 0;
+    // Of the last tokens these words may lie up to 16 bytes behind the block, where another stage's codes or turns are
+    // on their way. The mask has no bit of those, and the block's memory goes on there.
     const u32* words = (const u32*)(shared + last[r]);
     return __funnelshift_r(words[0], words[1], shift[r]) & mask;
   }

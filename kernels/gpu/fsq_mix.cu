@@ -116,7 +116,7 @@ struct Mix {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const u32 at = base + (16 * step + 8 * (i / 2) + 2 * c + (odd ? 1 - i % 2 : i % 2)) * stride;
-      const u32* two = (const u32*)(block + at / 4 * 4);
+      const u32* two = (const u32*)(block + at / 4 * 4);  // the last may be logits, of which the mask has no bit
       words[i] = __funnelshift_r(two[0], two[1], 8 * (at % 4)) & mask;
     }
     add(sums[u], a, words, odd, masks);
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(Mix<BYTES, SPANS, TURNS, STAGES>::THREADS, 2) 
   typename Of::State state = {};
   state.most[0] = state.most[1] = -1e30f;
 
-  if (fetches) {
+  if (fetches) {  // the thread that makes barriers is the first to use them, before others are told to wait for them
     for (int i = 0; i < STAGES; i++) make_barrier(barriers + i);
     announce_barriers();
   }
