@@ -267,7 +267,7 @@ def check_integrity(s: State) -> int:
 
     LOST_SLOT: no list names the block of a resident slot; WRONG_CLASS: a slot of no class there is, or a list and
     ``listed`` or ``named`` that deny each other; WRONG_COUNT: a class has another number of slots, or of blocks, than
-    it says, or all have together.
+    it says, or all have together; or the duel one of keys.
     """
     n, n_classes, resident = s.numbers, s.numbers[_N_CLASSES], 0
     code = blocks.check_blocks(s, n_classes)
@@ -278,7 +278,9 @@ def check_integrity(s: State) -> int:
         if code == INTACT and count != n[_CLASSES + cls * _CLASS + _COUNT]:
             code = WRONG_COUNT
         resident += count
-    return code if code != INTACT or resident == n[_RESIDENT] else WRONG_COUNT
+    if code == INTACT and (resident != n[_RESIDENT] or not duel.check_duel(n, _DUEL)):
+        code = WRONG_COUNT
+    return code
 
 
 @borrowing

@@ -18,14 +18,15 @@ from typing import Any
 
 from strataflux.proto.compiled import borrowing
 
-__all__ = ["SIZE", "UNKNOWN", "asked", "make_duel", "recency_leads", "sampled"]
+__all__ = ["SIZE", "UNKNOWN", "asked", "check_duel", "make_duel", "recency_leads", "sampled"]
 
 UNKNOWN = -1
 """The age of a key that nothing is known of."""
 
 _BIN = 8  # units of time in a bin, 1/32 tick
 _BINS = 4096  # LRU is taken to forget what was not used in 128 ticks
-_COUNTED = 2048  # room of the LRU that is counted, at most
+_COUNTED = 2048  # room of the LRU that is counted, at most; more where the hash cannot tell as few keys
+_HASH_BITS = 16
 _WHOLE = 1024  # a hit
 _MARGIN = 1
 _MEMORY = 1 << 14
@@ -47,7 +48,7 @@ SIZE = _FIRST + _BINS
 
 def make_duel(numbers: Any, at: int, n_slots: int) -> None:
     """The zeros from ``at`` on become a duel in a cache of ``n_slots``."""
-    shift = max(n_slots // _COUNTED, 1).bit_length() - 1
+    shift = min(max(n_slots // _COUNTED, 1).bit_length() - 1, _HASH_BITS)
     numbers[at + _MASK], numbers[at + _SHIFT] = (1 << shift) - 1, shift
     numbers[at + _SINCE] = _MEMORY
 
@@ -56,7 +57,7 @@ def make_duel(numbers: Any, at: int, n_slots: int) -> None:
 def sampled(numbers: Any, at: int, tag: int) -> bool:
     """Whether the uses of the key with the hash ``tag`` are counted."""
     # The upper bits: the lower ones choose a ghost's place.
-    return not (tag >> 16) & numbers[at + _MASK]
+    return not (tag >> _HASH_BITS) & numbers[at + _MASK]
 
 
 @borrowing
@@ -89,9 +90,20 @@ def asked(numbers: Any, at: int, now: int, age: int, hit: int, resident: int, mo
 
 
 @borrowing
+def check_duel(numbers: Any, at: int) -> bool:
+    """Whether the keys that LRU would keep are as many as stand in the bins from the boundary on, all in the ring."""
+    n, kept = numbers, 0
+    for each in range(n[at + _BOUNDARY], n[at + _NEWEST] + 1):
+        kept += n[at + _FIRST + each % _BINS]
+    return 0 <= n[at + _NEWEST] - n[at + _BOUNDARY] < _BINS and kept == n[at + _KEPT]  # type: ignore[no-any-return]
+
+
+@borrowing
 def _pass_time(numbers: Any, at: int, newest: int) -> None:
     """Bins up to ``newest`` begin, empty; those that the ring has no more room for are given up."""
     first, n = at + _FIRST, numbers
+    if newest - n[at + _NEWEST] >= _BINS:  # none stays, whichever stand where theirs would be
+        n[at + _KEPT], n[at + _BOUNDARY] = 0, newest - _BINS + 1
     for each in range(max(n[at + _NEWEST] + 1, newest - _BINS + 1), newest + 1):
         if each - n[at + _BOUNDARY] >= _BINS:
             n[at + _KEPT] -= n[first + each % _BINS]

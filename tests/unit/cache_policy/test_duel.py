@@ -102,9 +102,29 @@ def test_a_pause_longer_than_the_ring_forgets_all() -> None:
     assert race.lru_hits == SLOTS
 
 
+@pytest.mark.parametrize("bins", [4095, 4097, 8500, 1 << 17])
+def test_a_pause_forgets_no_more_than_all(bins: int) -> None:
+    """What LRU had let go of before is not taken from what it keeps once more."""
+    race = Race()
+    for key in range(3 * SLOTS):
+        race.ask(key, None)
+    race.now += bins * 8
+    race.lru.clear()
+    assert not any(race.ask(key, None) for key in skewed(6, 20_000))
+    assert duel.check_duel(race.numbers, 0)
+
+
 def test_small_caches_count_every_key_and_large_ones_as_few_as_fit() -> None:
     for n_slots, share in ((10, 1), (4095, 1), (8192, 4), (1 << 20, 512)):
         race = Race(n_slots)
         tags = np.random.default_rng(0).integers(0, 1 << 32, 40_000).tolist()
         counted = sum(duel.sampled(race.numbers, 0, tag) for tag in tags)
         assert abs(counted - 40_000 / share) < 6 * (40_000 / share) ** 0.5
+
+
+@pytest.mark.parametrize("n_slots", [1 << 20, 1 << 29])
+def test_one_key_is_counted_in_as_many_as_the_room_is_divided_by(n_slots: int) -> None:
+    """Also where the hash has no bits for fewer keys."""
+    numbers = Race(n_slots).numbers
+    counted = sum(duel.sampled(numbers, 0, upper << 16) for upper in range(1 << 16))
+    assert counted * (1 << numbers[duel._SHIFT]) == 1 << 16
