@@ -118,12 +118,14 @@ class Catalog(Generic[S]):
                 remembered. Nothing was changed.
         """
         async with self._lock:
+            absent = self.absent.copy()
             digest = await self._add(settings, added=added)
             if added:
                 try:
                     await self._save()
                 except OSError:  # a restart would not serve it, and whoever asked is told that it is not
                     await self._remove(self._index_of(settings.path), "it could not be remembered")
+                    self.absent = absent
                     raise
             return digest
 
@@ -134,7 +136,6 @@ class Catalog(Generic[S]):
             NotServed: it is not served any more, whoever has its index by now. OSError: it is served no more, but that
                 cannot be remembered, or its files cannot be deleted.
         """
-        doomed = None
         async with self._lock:
             index = next((index for index, other in self.served.items() if other is entry), None)
             if index is None:
@@ -142,10 +143,7 @@ class Catalog(Generic[S]):
                     entry.config.path, "one that was just removed", "a served store", "nothing is left to do"
                 )
             told = await self._remove(index, reason)
-            if entry.added:
-                await self._save()
-            if delete:
-                doomed = await self._hide(entry.config.path)
+            doomed = await self._leave(entry.config.path if delete else None, save=entry.added)
         await _delete(doomed)
         return told
 
@@ -153,19 +151,19 @@ class Catalog(Generic[S]):
         """An added store that could not be opened need not be looked for any more.
 
         Raises:
-            OSError: that cannot be remembered, and nothing was changed; or what is left of its files cannot be deleted.
+            NotServed: it was opened or forgotten meanwhile. OSError: that cannot be remembered, and it is looked for
+                still; or what is left of its files cannot be deleted.
         """
-        doomed = None
         async with self._lock:
-            before = dict(self.absent)
+            before = self.absent.copy()
             settings = self.absent.pop(name, None)
+            if settings is None:
+                raise NotServed(name, "one that came or went just now", "an absent store", "see `strataflux stores`")
             try:
-                await self._save()
+                doomed = await self._leave(settings.path if delete else None, save=True)
             except OSError:
                 self.absent = before
                 raise
-            if delete and settings is not None and self._folder().holds(settings.path):
-                doomed = await self._hide(settings.path)
         await _delete(doomed)
 
     async def discard(self, path: Path) -> None:
@@ -289,6 +287,19 @@ class Catalog(Generic[S]):
         folder = self._folder()
         stores = [*(entry.config for entry in self.served.values() if entry.added), *self.absent.values()]
         await asyncio.to_thread(folder.save_added, stores)
+
+    async def _leave(self, unwanted: Path | None, *, save: bool) -> Path | None:
+        """Remember that a store is gone. What is left to delete of its files, if they are ``unwanted``."""
+        try:
+            if save:
+                await self._save()
+        except OSError:
+            if unwanted is None:
+                raise
+            await _delete(await self._hide(unwanted))  # on a full disk there is room for the list afterwards
+            await self._save()
+            return None
+        return await self._hide(unwanted) if unwanted is not None else None
 
 
 async def _delete(hidden: Path | None) -> None:

@@ -45,17 +45,12 @@ class StoreMethods:
             NotServed, ConfigError: by cause; nothing was changed. OSError: its files cannot be deleted; it is served no
                 more.
         """
-        if request.store in self._catalog.absent:
+        if (absent := self._catalog.absent.get(request.store)) is not None:
+            self._require_ours(absent.path, request.delete_files)
             await asyncio.shield(self._catalog.forget(request.store, delete=request.delete_files))
             return control_pb2.RemoveStoreResponse()
         entry = self._catalog.served[self._catalog.find(request.store)]
-        if request.delete_files and not self._folder().holds(entry.config.path):
-            raise ConfigError(
-                "delete_files",
-                str(entry.config.path),
-                f"a store in {self._folder().path}",
-                "remove its files by hand, when it is served no more",
-            )
+        self._require_ours(entry.config.path, request.delete_files)
         reason = "an administrator removed the store"
         told = await asyncio.shield(self._catalog.remove(entry, reason, delete=request.delete_files))
         return control_pb2.RemoveStoreResponse(digest=entry.store.manifest.identity_digest, sessions=told)
@@ -110,6 +105,15 @@ class StoreMethods:
         except TimeoutError as error:
             limit = f"the next bytes within {_IDLE_SECONDS:g} s"
             raise Refusal("limit", "import", "a sender that says nothing", limit, "import it again") from error
+
+    def _require_ours(self, path: Path, delete: bool) -> None:
+        if delete and not self._folder().holds(path):
+            raise ConfigError(
+                "delete_files",
+                str(path),
+                f"a store in {self._folder().path}",
+                "remove its files by hand, when it is served no more",
+            )
 
     def _folder(self) -> StoreFolder:
         if self._catalog.folder is None:

@@ -5,7 +5,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from strataflux.daemon.admission import Admission
 from strataflux.daemon.catalog import Catalog
 from strataflux.daemon.config import AttachConfig, Config, StoreConfig
 from strataflux.daemon.control_stores import StoreMethods
-from strataflux.daemon.errors import AlreadyServed, NotServed, Refusal
+from strataflux.daemon.errors import AlreadyServed, ConfigError, NotServed, Refusal
 from strataflux.daemon.served import accesses_of
 from strataflux.daemon.store_folder import StoreFolder
 from strataflux.proto import control_pb2
@@ -270,7 +270,54 @@ async def test_what_a_full_disk_does_not_let_be_remembered_is_not_done(
     assert kit.bench.reader.calls[-1] == "remove(1)"
     with pytest.raises(OSError, match="No space"):
         await kit.catalog.forget("lost")
+    kit.make("lost")
+    with pytest.raises(OSError, match="No space"):
+        await kit.catalog.add(StoreConfig(kit.folder.path / "lost"), added=True)
     assert list(kit.catalog.absent) == ["lost"]
+
+
+@pytest.mark.parametrize("absent", [False, True])
+async def test_a_store_can_be_deleted_because_the_disk_is_full(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, absent: bool
+) -> None:
+    settings = kit.make("b")
+    settings.path.mkdir()
+    if absent:
+        del kit.disk[settings.path]
+        kit.folder.save_added([settings])
+        kit.begin()
+    else:
+        await kit.catalog.add(settings, added=True)
+    save = kit.folder.save_added
+
+    def full(stores: Sequence[StoreConfig]) -> None:
+        if any(path.is_dir() for path in kit.folder.path.iterdir()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(stores)
+
+    monkeypatch.setattr(kit.folder, "save_added", full)
+    await StoreMethods(kit.catalog).remove(control_pb2.RemoveStoreRequest(store="b", delete_files=True))
+    assert [path.name for path in kit.folder.path.iterdir()] == ["added.json"]
+    assert (list(kit.folder.load_added()), kit.names(), kit.catalog.absent) == ([], ["store"], {})
+
+
+async def test_files_behind_a_link_are_not_said_to_be_deleted(kit: Kit, tmp_path: Path) -> None:
+    (kit.folder.path / "lost").symlink_to(tmp_path)
+    kit.folder.save_added([StoreConfig(kit.folder.path / "lost")])
+    kit.begin()
+    with pytest.raises(ConfigError, match="by hand"):
+        await StoreMethods(kit.catalog).remove(control_pb2.RemoveStoreRequest(store="lost", delete_files=True))
+    assert list(kit.catalog.absent) == ["lost"]
+
+
+async def test_what_was_absent_and_has_come_meanwhile_is_not_said_to_be_forgotten(kit: Kit) -> None:
+    kit.folder.save_added([StoreConfig(kit.folder.path / "lost")])
+    kit.begin()
+    kit.make("lost")
+    await kit.catalog.follow(kit.config.stores)
+    with pytest.raises(NotServed, match="just now"):
+        await kit.catalog.forget("lost")
+    assert kit.names() == ["lost", "store"]
 
 
 class SlowDisk:
