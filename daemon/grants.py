@@ -5,6 +5,7 @@ is the caller's work (:mod:`strataflux.daemon.kv_file`). They are about the sess
 one that has it later is left alone.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -131,7 +132,8 @@ class _Release(_OfSession):
         if not self._unnamed:
             self._unnamed = self._place.give_back(self._ranges)
         elif not self.done and self._place.are_quiet(self._ranges):
-            return self._place.space(self._ranges)
+            with contextlib.suppress(OSError):  # no descriptor is left now; whoever gave up would lose the ids
+                return self._place.space(self._ranges)
         return None
 
     def finish(self) -> None:

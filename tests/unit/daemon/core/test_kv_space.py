@@ -13,6 +13,7 @@ import pytest
 from strataflux.daemon import kv as kv_module
 from strataflux.daemon.errors import Refusal
 from strataflux.daemon.kv import KvSettings
+from strataflux.daemon.kv_file import KvSpace
 from strataflux.daemon.reader_settings import ReaderSettings
 from strataflux.daemon.reader_thread import ReaderThread
 from strataflux.daemon.store import open_served
@@ -142,3 +143,23 @@ def test_a_grant_outlived_by_its_session_leaves_the_next_one_alone(
     assert len(os.listdir("/proc/self/fd")) == descriptors
     second.close_fds()
     reader.close_session(second.index)
+
+
+def test_a_release_waits_for_a_descriptor_and_loses_no_ids(
+    reader: ReaderThread, kv: Kv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader.grant_blocks(kv.index, 2)
+    space, asked = kv.place.space, 0
+
+    def none_left(ranges: list[list[int]]) -> KvSpace:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return space(ranges)
+
+    monkeypatch.setattr(kv.place, "space", none_left)
+    until(reader.release_blocks(kv.index, [[0, 2]]), "never settled")
+    assert asked == 3
+    assert kv.place.granted_bytes == 0
+    assert reader.grant_blocks(kv.index, 2) == [[0, 2]]
