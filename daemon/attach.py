@@ -58,6 +58,7 @@ class AttachServer:
     def __init__(self, listener: socket.socket, reader: Reader, admission: Admission) -> None:
         # fixed after construction
         self.reader = reader
+        self.kv_calls = asyncio.Semaphore(4)  # of five threads or more: a disk that hangs stops KV alone
         self._listener = listener
         # event loop only
         self.admission = admission
@@ -364,7 +365,7 @@ class _Connection:
 
     async def _call(self, call: Callable[..., T], *arguments: Any) -> T:
         """Have a thread ask the reader about this session, unless that has ended. No client may hold more than one."""
-        async with self._calls:
+        async with self._calls, self._server.kv_calls:
             if self.state is State.CLOSED:
                 raise Refusal("limit", "session", "one that has ended", "one that lives", "attach again")
             return await asyncio.to_thread(call, *arguments)
