@@ -3,7 +3,7 @@
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -149,7 +149,8 @@ def test_a_release_waits_for_a_descriptor_and_loses_no_ids(
     reader: ReaderThread, kv: Kv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader.grant_blocks(kv.index, 2)
-    space, asked = kv.place.space, 0
+    space: Callable[[list[list[int]]], KvSpace] = kv.place.space
+    asked = 0
 
     def none_left(ranges: list[list[int]]) -> KvSpace:
         nonlocal asked
