@@ -82,6 +82,9 @@ __device__ __forceinline__ void share_groups(const i64* errand, int owner, int p
         for (int i = 0; i < 4; i++)
           if (inside) share[i] = fmaxf(share[i], __int_as_float((int)sum[d][h].bits[i]) * by);
       }
+      // Maxima may be of refined logits, beside which the totals of what is resident vanish.
+#pragma unroll
+      for (int i = 0; i < 4; i++) share[i] = fminf(share[i], 1.0f);
       if (inside) *(float4*)(shares + first) = float4{share[0], share[1], share[2], share[3]};
 #pragma unroll
       for (int i = 0; i < 4; i++) tally(counted, inside ? (int)(__float_as_uint(share[i]) >> BIN_SHIFT) : -1, lane);

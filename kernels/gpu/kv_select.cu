@@ -53,6 +53,9 @@ kv_shares(const int* positions, const float* tops, const float* totals, const fl
     for (int i = 0; i < 4; i++)
       if (inside) share[i] = fmaxf(share[i], __int_as_float((int)sum[h].bits[i]) * by);
   }
+  // Maxima may be of refined logits, beside which the totals of what is resident vanish.
+#pragma unroll
+  for (int i = 0; i < 4; i++) share[i] = fminf(share[i], 1.0f);
   if (inside) *(float4*)(shares + (size_t)owner * groups + first) = float4{share[0], share[1], share[2], share[3]};
 #pragma unroll
   for (int i = 0; i < 4; i++) tally(counted, inside ? (int)(__float_as_uint(share[i]) >> BIN_SHIFT) : -1, lane);

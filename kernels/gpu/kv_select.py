@@ -91,6 +91,8 @@ def _shares(
             tile_top = tl.load(tile_tops + head * most_tiles + group // OF_TILE, mask=inside, other=float("-inf"))
             weight = tl.load(sums + head * most_tiles * OF_TILE + group, mask=inside, other=0.0)
             share = tl.maximum(share, weight * (tl.exp2(tile_top - most) / total))
+        # Maxima may be of refined logits, beside which the totals of what is resident vanish.
+        share = tl.minimum(share, 1.0)
         tl.store(shares + owner.to(tl.int64) * most_tiles * OF_TILE + group, share, mask=inside)
         counted = tl.histogram(share.to(tl.int32, bitcast=True) >> _BIN_SHIFT, _BINS, mask=inside)
         bin_ = tl.arange(0, _BINS)

@@ -296,3 +296,22 @@ def test_errands_list_equal_shares_by_lower_number(device: torch.device, path: W
         assert int(listed.counts[0]) == groups // 16
         torch.testing.assert_close(listed.strengths[0].cpu(), shares[listed.groups[0].cpu().long()] / groups)
     steps.side.close()
+
+
+def test_shares_of_a_vanishing_total_are_listed_like_others(device: torch.device, path: Way) -> None:
+    form, group = FORMS[0]
+    steps, groups = Steps(form, group, set(), device, path), 2 * form.groups_per_tile
+    cache = steps.case.cache._replace(table=torch.zeros(1, 2, dtype=torch.int32, device=device))
+    work = KvWork(form, 1, group, 1, 2, device, splits=1, refiners=1)
+    work.tops.zero_()
+    work.totals.fill_(1e-40)  # as where refined logits are far above all others
+    work.sums.fill_(1.0)
+    listed = Listed.empty(1, groups, device)
+    records = KvRecords(steps.side.block, score_thresholds(device), steps.bases, 1)
+    common = torch.tensor([384], dtype=torch.int32, device=device), cache, records, Fraction(1, 16)
+    for errand in (Beside(*common, shares=work), Beside(*common, rank=work), Beside(*common, list=(work, listed))):
+        errand.launch(errand.row(), path=path)
+    assert listed.groups[0, : groups // 16].tolist() == list(range(groups // 16))
+    assert listed.counts.tolist() == [groups // 16]
+    assert not work.bins.any()
+    steps.side.close()
