@@ -193,11 +193,26 @@ def read_about(path: Path) -> FsqAbout:
         if (found == _FORMAT_TIERS) != (told.get("resident_nbytes", 0) > 0):
             raise ValueError(f"format {found} with {told.get('resident_nbytes', 0)} resident bytes")
         lists = {name: tuple(told[name]) for name in ("key_errors", "value_errors", "held_out")}
-        return FsqAbout(**{**told, **lists})
+        about = FsqAbout(**{**told, **lists})
+        _check_kinds(about)
+        return about
     except (OSError, SafetensorError) as error:
         raise InputError(path, str(error), "a file of codes", _REMEDY) from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(path, f"a header that cannot be read ({error})", "a file of codes", _REMEDY) from error
+
+
+def _check_kinds(about: FsqAbout) -> None:
+    numbers = (int, float)
+    kinds: dict[str, type | tuple[type, ...]] = {"tuned_seconds": numbers}
+    kinds |= dict.fromkeys(("nbytes", "levels", "rank", "resident_nbytes"), int)
+    kinds |= dict.fromkeys(("bound", "weights", "weights_sha256"), str)
+    for name, kind in kinds.items():
+        if not isinstance(getattr(about, name), kind):
+            raise ValueError(f"{name} {getattr(about, name)!r}")
+    for name in ("key_errors", "value_errors", "held_out"):
+        if not all(isinstance(value, numbers) for value in getattr(about, name)):
+            raise ValueError(f"{name} {getattr(about, name)!r}")
 
 
 def load_codes(path: Path, config: ModelConfig, weights_sha256: str) -> FsqCodes:

@@ -144,6 +144,9 @@ def change_header(path: Path, change: Callable[[dict[str, Any]], object]) -> Non
         (lambda about: about.update(nbytes=15), "16 bytes a token in layer 0"),
         (lambda about: about.update(surprise=1), "header"),
         (lambda about: about.pop("held_out"), "header"),
+        (lambda about: about.update(nbytes="16"), "header.*nbytes '16'"),
+        (lambda about: about.update(weights_sha256=None), "header.*weights_sha256 None"),
+        (lambda about: about.update(key_errors=["low"]), "header.*key_errors"),
     ],
 )
 def test_headers_that_are_wrong_are_named(
