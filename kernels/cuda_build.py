@@ -33,8 +33,8 @@ __all__ = [
     "multiprocessors",
 ]
 
-_ALWAYS_ALLOWED: Final = 48 << 10
-"""Bytes of shared memory that a block may ask for without asking before."""
+_ALWAYS_ALLOWED: Final = 40 << 10
+"""Bytes of shared memory that a block may ask for without asking before: 48 KiB less what a source declares itself."""
 
 
 class CudaError(RuntimeError):

@@ -38,7 +38,6 @@ _SOURCE: Final = Path(__file__).with_suffix(".cu")
 _WARPS: Final = 4
 ERRAND_BLOCKS: Final = 5
 """Blocks of each KV head that run a launch's errands: two make shares; one each ranks, lists, and asks and brings."""
-_ALWAYS_ALLOWED: Final = 40 << 10  # 48 KiB less what the source declares itself
 
 _ROWS = tl.constexpr(16)
 _TILE = tl.constexpr(TILE_TOKENS)
@@ -368,6 +367,5 @@ def _launch(
 
 def _function(instance: str, size: int, device: int) -> CudaFunction:
     function = load_function(_SOURCE, instance, device)
-    if size > _ALWAYS_ALLOWED:
-        function.allow_shared(size)
+    function.allow_shared(size)
     return function
