@@ -90,8 +90,8 @@ def require_no_windows(config: ModelConfig, subject: str) -> None:
 class Ring:
     """Which of a sequence's positions lie in so many rows: position p in row p mod rows, until a later one takes that.
 
-    A position sees rows - 1 before it. So a step can be taken again, and the one before it too; further back only until
-    rows are used a second time.
+    A position sees rows - 1 before it. So the last step can always be taken again; those before it only until rows are
+    used a second time.
     """
 
     def __init__(self, rows: int) -> None:
