@@ -146,7 +146,7 @@ class StoreFolder:
             rows = [self._table(row) for row in body["stores"]]
         except FileNotFoundError:
             return ()
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             remedy = "remove it, and add the stores again"
             raise ConfigError(path, f"{type(error).__name__}: {error}", "a list of stores", remedy) from error
         return resolve_config({"store": rows}, str(path)).stores
