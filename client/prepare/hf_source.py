@@ -204,7 +204,7 @@ class HfSource:
         """Of the layers that have one; 0 if none has."""
         name = self._json["architectures"][0]
         used = self._json.get("use_sliding_window", False) if name.startswith("Qwen") else name != "LlamaForCausalLM"
-        return int(self._json.get("sliding_window", _WINDOW) or 0) if used else 0
+        return self._count("sliding_window", _WINDOW) if used and self._json.get("sliding_window", _WINDOW) else 0
 
     def _layer_kinds(self) -> tuple[str, ...]:
         """What ``layer_types`` may name; Mistral's layers are all alike, whatever it says."""
@@ -214,15 +214,23 @@ class HfSource:
         return ("sliding_attention",) if mistral else ("full_attention", "sliding_attention")
 
     def _windows(self) -> tuple[int, ...]:
-        window, layers = self._window(), self._setting("num_hidden_layers")
-        first = 0
-        if self._json["architectures"][0].startswith("Qwen"):
-            first = self._json.get("max_window_layers", _MAX_WINDOW_LAYERS)
-        kinds = self._json.get("layer_types")
+        window, kinds = self._window(), self._json.get("layer_types")
+        if not window:
+            return ()
         if kinds is None:
-            kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+            qwen = self._json["architectures"][0].startswith("Qwen")
+            first = self._count("max_window_layers", _MAX_WINDOW_LAYERS) if qwen else 0
+            layers = range(self._count("num_hidden_layers", None))
+            kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in layers]
         windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
         return windows if any(windows) else ()
+
+    def _count(self, name: str, otherwise: int | None) -> int:
+        value = self._json.get(name, otherwise)
+        if type(value) is not int or value < 0:
+            expected = "a whole number from 0 on"
+            raise DamagedModel(self.path / "config.json", f"{name} = {value!r}", expected, "download the model again")
+        return value
 
     def _setting(self, name: str) -> Any:
         if name not in self._json:

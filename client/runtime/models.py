@@ -81,7 +81,7 @@ class ModelConfig:
             f"nothing or {self.head_dim // 2} positive numbers",
         )
         self._require(
-            not self.windows or (len(self.windows) == self.layers and min(self.windows) >= 0 < max(self.windows)),
+            not self.windows or (len(self.windows) == self.layers and _are_windows(self.windows)),
             "windows",
             f"nothing, or for each of {self.layers} layers 0 or a positive integer, one of them positive",
         )
@@ -153,6 +153,10 @@ class ModelConfig:
             raise ModelConfigError(f"model configuration: missing or unknown fields {', '.join(differing)}")
         lists = {name: tuple(value.get(name, ())) for name in ("rope_divisors", "windows")}
         return cls(**{**value, **lists})
+
+
+def _are_windows(windows: Sequence[object]) -> bool:
+    return all(type(window) is int and window >= 0 for window in windows) and any(windows)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from strataflux.client.prepare.errors import UnsupportedModel
+from strataflux.client.prepare.errors import DamagedModel, UnsupportedModel
 from strataflux.client.prepare.source import open_source
+from strataflux.client.runtime.models import ModelConfigError
 from tests.unit.client.prepare.test_sources import assert_same, gguf_tensors, hf_tensors, write_gguf, write_hf
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -38,6 +39,30 @@ def test_windows_are_read_as_transformers_reads_them(
     assert read.config.context == source.config.context
     assert [read.layer(index).window for index in range(2)] == list(windows or (0, 0))
     assert_same(read, source)
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "found"),
+    [
+        ("Mistral", {"sliding_window": "24"}, "sliding_window = '24'"),
+        ("Ministral", {"sliding_window": -1}, "sliding_window = -1"),
+        ("Qwen3", {"use_sliding_window": True, "max_window_layers": None}, "max_window_layers = None"),
+        ("Mistral", {"num_hidden_layers": "2"}, "num_hidden_layers = '2'"),
+    ],
+)
+def test_what_is_no_number_of_positions_or_layers_is_named(
+    tmp_path: Path, tiny_source: Any, name: str, told: dict[str, Any], found: str
+) -> None:
+    source = tiny_source.with_config(architecture="qwen3" if name == "Qwen3" else "llama")
+    write_hf(tmp_path / "m", source, hf_tensors(source), architectures=[f"{name}ForCausalLM"], **told)
+    with pytest.raises(DamagedModel, match=found):
+        _ = open_source(tmp_path / "m").config
+
+
+@pytest.mark.parametrize("windows", [(4.5, 0), ("4", 0), (0, 0), (True, 0), (-1, 4), (4,)])
+def test_windows_that_are_none_are_refused(tiny_source: Any, windows: tuple[Any, ...]) -> None:
+    with pytest.raises(ModelConfigError, match="windows"):
+        tiny_source.with_config(windows=windows)
 
 
 def test_gguf_with_a_window_is_refused_unless_the_context_is_within(tmp_path: Path, tiny_source: Any) -> None:
