@@ -135,7 +135,8 @@ def _keeping(cache: Cache | None) -> Iterator[None]:
         yield
     finally:
         for layer in sliding:
-            layer.crop(0)
+            if layer.is_initialized:  # it is not where a first step failed
+                layer.crop(0)
             layer.record_past = False
 
 

@@ -169,6 +169,26 @@ def test_layers_with_windows_are_refined_and_steps_in_them_taken_back(
         detach(model)
 
 
+def test_what_ends_a_first_step_is_told_as_it_was(
+    windowed: tuple[Any, PreparedModel], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, made = windowed
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with FakeDaemon(tmp_path_factory.mktemp("f"), [open_store(made.store)], ring_log2=16) as fake:
+        attach(model, made.folder, runtime_dir=fake.path.parent, k=0)
+        cache = DynamicCache(config=model.config)
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model.embed_tokens, "forward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                step_logits(model, tokens(1), cache)
+        assert not cache.layers[0].record_past
+        torch.testing.assert_close(step_logits(model, tokens(3), cache), step_logits(model, tokens(3)), **NEAR)
+        detach(model)
+
+
 def test_without_a_daemon_it_works_and_says_so_once(
     load: Load, prepared: PreparedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
