@@ -33,9 +33,10 @@ def source(tmp_path: Path) -> StoreManifest:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[StoreFolder]:
-    descriptors = len(os.listdir("/proc/self/fd"))
     yield StoreFolder(tmp_path / "stores", 0)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    open_files = [os.path.realpath(link) for link in links if os.path.islink(link)]
+    assert [path for path in open_files if Path(path).is_relative_to(tmp_path.resolve() / "stores")] == []
 
 
 def files_of(source: StoreManifest) -> list[bytes]:
