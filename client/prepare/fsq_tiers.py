@@ -22,6 +22,7 @@ from strataflux.client.prepare.fsq import (
     run_converted,
 )
 from strataflux.client.runtime.block import multiply
+from strataflux.client.runtime.cache import require_no_windows
 from strataflux.client.runtime.models import LayerWeights, ModelConfig, WeightSource
 from strataflux.client.runtime.rope import rotary_table
 from strataflux.kernels.fsq import FsqLayer
@@ -51,8 +52,10 @@ def divide_codes(
 
     Raises:
         InputError: the codes' cells are unequal, or there is nothing left to refine.
+        MisuseError: a layer attends to a window, and so has no code.
     """
     config = source.config
+    require_no_windows(config, "codes in two tiers")
     exact = fed = source.embedding()[tokens].to(device)
     cosine, sine = rotary_table(config, tokens.shape[1])
     turns = cosine.to(device), sine.to(device)

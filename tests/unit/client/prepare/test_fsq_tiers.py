@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from strataflux.client.errors import InputError
+from strataflux.client.errors import InputError, MisuseError
 from strataflux.client.prepare.fsq import FsqSettings, convert
 from strataflux.client.prepare.fsq_tiers import divide_codes
 from strataflux.kernels.fsq import FsqLayer
@@ -47,3 +47,11 @@ def test_its_own_decoder_serves_the_resident_tier_better(
 def test_nothing_left_to_refine(tiny_source: Any, codes: tuple[list[FsqLayer], torch.Tensor]) -> None:
     with pytest.raises(InputError, match="nothing else"):
         divide_codes(tiny_source, codes[0], codes[1], 12, CPU)
+
+
+def test_codes_are_not_divided_beside_layers_that_have_none(
+    tiny_source: Any, codes: tuple[list[FsqLayer], torch.Tensor]
+) -> None:
+    windowed = tiny_source.with_config(windows=(5, 0))
+    with pytest.raises(MisuseError, match="1 of 2 layers that attend to a window"):
+        divide_codes(windowed, codes[0][1:], codes[1], 6, CPU)
