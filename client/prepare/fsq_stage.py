@@ -36,7 +36,7 @@ _TRAINING_STEPS = 100
 _PROMPT = 128
 """Tokens of the text, at most a quarter of a sequence, that one of the model's own begins with."""
 _OWN_BYTES = 8 << 30
-"""Of keys and values while the model writes."""
+"""Of keys and values while the model writes, if there is room for as much of what is kept."""
 _KEPT_BYTES = 2 << 30
 """Of what the unconverted model makes of the text, in main memory; on a GPU a quarter of its memory."""
 _TIMES = 2
@@ -170,7 +170,8 @@ def _split(training: FsqTraining, weights: DecoderWeights) -> tuple[Tensor, list
     tokens, held = hold_out(training.tokens.to(weights.embedding.device), _HELD_OUT, length)
     sequences = overlapping(tokens, length, _TIMES)
     if training.own:
-        at_once = max(1, _OWN_BYTES // (config.layers * full_bytes(config) * length))
+        room = min(_OWN_BYTES, _kept_bytes(weights.embedding.device))
+        at_once = max(1, room // (config.layers * full_bytes(config) * length))
         count = -(-training.own // length)
         own = write_more(FrozenModel(weights), tokens, count, length, min(_PROMPT, length // 4), at_once)
         sequences = torch.cat((sequences, own))

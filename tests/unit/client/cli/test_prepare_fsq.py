@@ -12,6 +12,7 @@ from strataflux.client.evaluate.dense import dense_reference, score_logits
 from strataflux.client.evaluate.fsq import fsq_logits
 from strataflux.client.prepare import fsq_stage
 from strataflux.client.prepare.fsq_file import load_codes, weights_digest
+from strataflux.client.prepare.fsq_tune_model import write_more
 from strataflux.client.prepare.prepared import open_prepared
 from strataflux.client.prepare.source import open_source
 from strataflux.client.runtime.models import DecoderWeights
@@ -102,6 +103,24 @@ def test_codes_in_two_tiers_are_evaluated_as_they_were_prepared(
     coarse = fsq_logits(weights, [tier.coarse for tier in codes.tiers], tokens[:-1])
     expected = score_logits(coarse, dense_reference(weights, tokens)).kl
     assert said.json()["kv"]["base_kl"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_model_that_writes_takes_no_more_memory_than_may_be_kept(
+    tmp_path: Path, tiny_gguf: Path, prose: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = list[int]()
+
+    def told(*given: Any) -> Any:
+        at_once.append(given[-1])
+        return write_more(*given)
+
+    monkeypatch.setattr(fsq_stage, "write_more", told)
+    monkeypatch.setattr(fsq_stage, "_KEPT_BYTES", 1)
+    (longer := tmp_path / "longer.txt").write_text(prose.read_text() * 3)
+    training = ("--tune", "1e-4", "--text", longer, "--own-text", 100)
+    said = run(*words(tiny_gguf, tmp_path / "out", prose, "--fsq", "8x", *training))
+    assert said.code == 0, said.err
+    assert at_once == [1]
 
 
 def test_what_an_interrupted_run_converted_is_not_converted_again(
