@@ -10,7 +10,6 @@ DIGEST = "ab" * 32
 
 def moment(at: float, scale: int, generation: int = 1, **changes: int) -> Moment:
     """Counters grow by ``scale`` times what each begins with."""
-    ahead = {"prefetches": 10 * scale, "prefetch_dropped": 2 * scale}
     stats = control_pb2.Stats(
         at_seconds=at,
         lookups=control_pb2.LookupStats(
@@ -20,7 +19,13 @@ def moment(at: float, scale: int, generation: int = 1, **changes: int) -> Moment
             fills=20 * scale, latency_us=8000 * scale, evictions=10 * scale, prefetched=8 * scale
         ),
         kinds=[
-            control_pb2.KindStats(kind=kind, prefetch_used=3 * scale, prefetch_unused=scale, **ahead)
+            control_pb2.KindStats(
+                kind=kind,
+                prefetch_used=3 * scale,
+                prefetch_unused=scale,
+                prefetches=10 * scale,
+                prefetch_dropped=2 * scale,
+            )
             for kind in ("weight", "kv")
         ],
         reads=control_pb2.ReadStats(
