@@ -153,7 +153,7 @@ class HfSource:
             found = "quantization_config: weights that are quantized already"
             raise UnsupportedModel(path, found, "unquantized weights", "use the model they were made of")
         kinds = self._layer_kinds()
-        for layer, kind in enumerate(self._json.get("layer_types") or ()):
+        for layer, kind in enumerate(self._told_kinds() or ()):
             if kind not in kinds:
                 found, expected = f"layer {layer} of type {kind!r}", " or ".join(map(repr, kinds))
                 raise UnsupportedModel(path, found, expected, "use another model")
@@ -213,8 +213,15 @@ class HfSource:
         mistral = self._json["architectures"][0] == "MistralForCausalLM"
         return ("sliding_attention",) if mistral else ("full_attention", "sliding_attention")
 
+    def _told_kinds(self) -> list[Any] | None:
+        kinds = self._json.get("layer_types")
+        if kinds is not None and not isinstance(kinds, list):
+            found, expected = f"layer_types = {kinds!r}", "a list with a kind for each layer"
+            raise DamagedModel(self.path / "config.json", found, expected, "download the model again")
+        return kinds
+
     def _windows(self) -> tuple[int, ...]:
-        window, kinds = self._window(), self._json.get("layer_types")
+        window, kinds = self._window(), self._told_kinds()
         if not window:
             return ()
         if kinds is None:

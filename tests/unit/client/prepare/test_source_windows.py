@@ -48,9 +48,10 @@ def test_windows_are_read_as_transformers_reads_them(
         ("Ministral", {"sliding_window": -1}, "sliding_window = -1"),
         ("Qwen3", {"use_sliding_window": True, "max_window_layers": None}, "max_window_layers = None"),
         ("Mistral", {"num_hidden_layers": "2"}, "num_hidden_layers = '2'"),
+        ("Qwen3", {"use_sliding_window": True, "layer_types": 2}, "layer_types = 2"),
     ],
 )
-def test_what_is_no_number_of_positions_or_layers_is_named(
+def test_windows_of_other_kinds_are_named(
     tmp_path: Path, tiny_source: Any, name: str, told: dict[str, Any], found: str
 ) -> None:
     source = tiny_source.with_config(architecture="qwen3" if name == "Qwen3" else "llama")
